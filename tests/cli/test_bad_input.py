@@ -404,3 +404,19 @@ def test_a_store_whose_first_ingest_failed_has_no_model_yet(tmp_path: Path) -> N
     with Corpus.open(tmp_path, create=True):
         pass
     assert invoke("list", "--store", tmp_path).stdout == "0 documents; no model yet\n"
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["ask", "what", "is it?"], 'ask takes a question in quotes: blendrag ask "what is it?"'),
+        (["search", "a", "mill"], 'search takes a question in quotes: blendrag search "a mill"'),
+        (
+            ["chat", "a", "mill"],
+            'chat reads its questions from the terminal; for one alone: blendrag ask "a mill"',
+        ),
+    ],
+)
+def test_a_question_without_quotes_is_told_how_to_quote_it(args: list[str], told: str) -> None:
+    result = invoke(*args)
+    assert (result.exit_code, result.stderr) == (2, f"error: blendrag {told}\n")

@@ -106,7 +106,7 @@ def test_the_time_left_is_right_after_a_tenth_of_the_work(
     monkeypatch.setattr(progress, "LINE_EVERY_S", 1.0)
     told = invoke(*ingest_args(docs, model_dir, store)).stderr
     lines = re.findall(
-        r"progress: encoding; \d+%, (\d+) chunks?, .* of [\d.]+ KiB done(?:, about (.*) left)?",
+        r"progress: encoding; \d+% done, (\d+) chunks?, [\d,]+ tokens/s(?:, about (.*) left)?\n",
         told,
     )
     work = len(lines)

@@ -84,15 +84,20 @@ def test_an_ingest_warns_once_and_so_do_texts_added_by_id(
     texts = [f"{number}. {TEXTS['German']}" for number in range(4)]
     documents = [Document(f"{i}.txt", text, "") for i, text in enumerate(texts)]
     with tiny.engine(tiny.llama(), tmp_path / "s", embedder="minilm-offline") as engine:
-        (warning,) = engine.ingest(documents).warnings
-        assert "100% of the text is not English" in warning
-        assert engine.dry_run(documents).warnings == [warning]
+        (warning,) = engine.dry_run(documents).warnings
+        assert engine.ingest(documents).warnings == [warning]
+        assert "100% of the new text is not English" in warning
+        assert engine.ingest(documents).warnings == engine.dry_run(documents).warnings == []
         with caplog.at_level(logging.WARNING, "blendrag"):
             for text in texts:
                 engine.library.add([Entry(text[0], text)])
         warned = [each for each in caplog.records if each.levelno >= logging.WARNING]
         assert [record.getMessage() for record in warned] == [warning]
         assert engine.ingest(documents[:1]).warnings == []
+        english = [Document("en.txt", f"{TEXTS['English']}\n" * 30, "")]
+        assert engine.ingest(english).warnings == []
+        changed = [Document("0.txt", f"{TEXTS['German']}\n" * 2, "")]  # less than a fifth of all
+        assert engine.ingest([*english, *changed]).warnings == [warning]
     given = tiny.engine(tiny.llama(), tmp_path / "m", embedder=MULTILINGUAL)
     with given as engine:
         assert engine.ingest(documents).warnings == []

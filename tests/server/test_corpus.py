@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -215,6 +216,15 @@ def test_vectors_are_those_of_the_store(served: Live) -> None:
     assert np.allclose([each.embedding for each in both.data], expected, atol=1e-6)
     assert np.allclose(plain.data[0].embedding, expected[1], atol=1e-6)
     assert both.usage.prompt_tokens >= 2
+
+
+def test_the_embedder_has_all_names_that_ingest_takes_for_it(served: Live) -> None:
+    manifest = served.service.engine.manifest
+    names = {"minilm-offline", "all-MiniLM-L6-v2", "sentence-transformers/all-MiniLM-L6-v2"}
+    with pytest.MonkeyPatch.context() as patch:
+        for embedder in names:
+            patch.setattr(BlendEngine, "manifest", replace(manifest, embedder=embedder))
+            assert {*served.service.embedder_names} >= names
 
 
 @pytest.fixture

@@ -264,6 +264,33 @@ def test_pdf_and_docx_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("paragraphs", "title"),
+    [
+        ([("Heading 1", "Terms"), ("Title", "A  letter"), ("Heading 1", "Payment")], "A letter"),
+        ([("Normal", "Draft"), ("Heading 2", "Aim"), ("Heading 1", "The plan")], "The plan"),
+        ([("Title", "Letter 7")], "Letter 7"),
+        ([("Titel", "Ein Brief")], "Ein Brief"),
+        ([("Heading 2", "Aim"), ("Normal", "Signed.")], "letter 7"),
+    ],
+)
+def test_the_title_of_a_docx_is_its_title_paragraph_or_first_heading(
+    tmp_path: Path, paragraphs: list[tuple[str, str]], title: str
+) -> None:
+    docx = pytest.importorskip("docx")
+    letter = docx.Document()
+    letter.core_properties.title = "Word Document"
+    letter.styles["Title"].element.set(
+        "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}styleId",
+        "Titel" if paragraphs[0][0] == "Titel" else "Title",  # as a German Word writes it
+    )
+    for style, text in paragraphs:
+        letter.add_paragraph(text, style="Title" if style == "Titel" else style)
+    letter.save(tmp_path / "letter-7.docx")
+    (document,) = read_documents(tmp_path / "letter-7.docx")
+    assert document.title == title
+
+
+@pytest.mark.parametrize(
     ("name", "claimed", "title"),
     [
         ("harrow-lamps.pdf", "Microsoft Word - draft3.doc", "harrow lamps"),

@@ -26,7 +26,8 @@ class BlendRetriever(EngineFields, BaseRetriever):
 
     Chunks are grouped by document, the nearest document first, and in reading order within it.
     ``page_content`` is the chunk's text and ``metadata`` the document's own plus ``source``,
-    ``title``, ``start``, ``end``, ``chunk_id`` and ``distance`` (L2, in [0, 2]; ``None`` in lexical search).
+    ``title``, ``start``, ``end``, ``chunk_id``, ``rank`` (1 is the best), ``score`` (what the ranking
+    follows) and ``distance`` (L2, in [0, 2]; ``None`` in lexical search).
 
     Example:
         ```python
@@ -90,6 +91,8 @@ def to_document(chunk: RetrievedChunk) -> Document:
         "start": chunk.start,
         "end": chunk.end,
         "chunk_id": chunk.chunk_id,
+        "rank": chunk.rank,
+        "score": chunk.score,
         "distance": chunk.distance,
     }
     if chunk.page is not None:

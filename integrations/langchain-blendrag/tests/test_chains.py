@@ -56,9 +56,12 @@ async def test_a_document_is_the_chunk_and_says_where_it_is_from(engine: BlendEn
     first = documents[0].metadata
     text = Path(first["source"]).read_text()
     assert text[first["start"] : first["end"]].strip() == documents[0].page_content.strip()
-    place = {"source", "title", "start", "end", "chunk_id", "distance"}
+    place = {"source", "title", "start", "end", "chunk_id", "rank", "score", "distance"}
     assert set(first) == place | {"file_date"}
     assert 0 <= first["distance"] <= 2
+    scores = {each.metadata["rank"]: each.metadata["score"] for each in documents}
+    assert scores == {each.rank: each.score for each in engine.retrieve(QUESTION, 3)}
+    assert scores[1] == max(scores.values())
     paged = replace(engine.retrieve(QUESTION, 1)[0], page=7, last_page=8)
     assert to_document(paged).metadata["page_label"] == "7–8"
 

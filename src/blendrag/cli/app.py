@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.models import OptionInfo
 
 from blendrag import __version__
@@ -20,7 +20,7 @@ from blendrag.cli.calibrate import calibrate
 from blendrag.cli.demo import demo
 from blendrag.cli.extras import add_commands
 from blendrag.cli.ingest import ingest, list_documents, remove
-from blendrag.cli.lifecycle import DONE, REFUSED_MODEL, begin, reporting
+from blendrag.cli.lifecycle import DONE, REFUSED_MODEL, USER_ERROR, begin, reporting
 from blendrag.cli.models import app as models_commands
 from blendrag.cli.output import count, duration, echo
 from blendrag.cli.profile import profile
@@ -51,6 +51,24 @@ class _Commands(TyperGroup):
                 near = near_names([str(getattr(error, "option_name", "")).lstrip("-")], names)
                 error.possibilities = [names[name] for name in near]  # type: ignore[attr-defined]
             raise
+
+
+class _AskingCommand(TyperCommand):
+    """A command that takes one question, or none; of several words it says to quote them."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True
+        super().parse_args(ctx, args)
+        if ctx.args:
+            if first := ctx.params.get("question"):
+                question, command = " ".join([first, *ctx.args]), ctx.command_path
+                wrong = f"{command} takes a question in quotes"
+            else:
+                question, command = " ".join(ctx.args), "blendrag ask"
+                wrong = f"{ctx.command_path} reads its questions from the terminal; for one alone"
+            output.say("error", f'{wrong}: {command} "{question}"')
+            ctx.exit(USER_ERROR)
+        return []
 
 
 app = typer.Typer(
@@ -195,7 +213,7 @@ def _print_decode_weights(weights: dict[str, DecodeAgreement | str]) -> None:
 
 
 for command in (ingest, remove, search, ask, chat, serve, verify, demo, calibrate, adapt, profile):
-    app.command()(command)
+    app.command(cls=_AskingCommand if command in (search, ask, chat) else None)(command)
 app.command("list")(list_documents)
 app.add_typer(schema_commands)
 app.add_typer(store_commands)

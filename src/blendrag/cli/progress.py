@@ -105,8 +105,11 @@ class IngestProgress(StatusLine):
             self.show(f"{step}; {embedded}{readable_size(totals.read_bytes)} of {of} read")
             return
         speed = f"{count(totals.chunks, 'chunk')}, {totals.tokens_per_s:,.0f} tokens/s"
-        share = f"{min(1.0, totals.work_done / totals.work):.0%}, " if totals.work else ""
-        text = f"{step}{'; ' * bool(step)}{share}{speed}, {readable_size(totals.done_bytes)} of {of} done"
+        if totals.work:
+            done = f"{min(1.0, totals.work_done / totals.work):.0%}"
+        else:
+            done = f"{readable_size(totals.done_bytes)} of {of}"
+        text = f"{step}{'; ' * bool(step)}{done} done, {speed}"
         self.show(text, totals.work_done, totals.work)
 
     def name_failures(self, failures: list[str]) -> None:

@@ -92,10 +92,14 @@ def absolute_embedder(name: str) -> str:
     return name if name == MINILM_OFFLINE or name.startswith(GIVEN) else absolute_model(name)
 
 
+def embedder_names(name: str) -> frozenset[str]:
+    """All names of the model that has this one."""
+    return _MINILM_NAMES if name in _MINILM_NAMES else frozenset({name})
+
+
 def same_embedder(one: str, other: str) -> bool:
     """Whether two names mean one model, so that their vectors are comparable."""
-    one, other = absolute_embedder(one), absolute_embedder(other)
-    return one == other or {one, other} <= _MINILM_NAMES
+    return absolute_embedder(one) in embedder_names(absolute_embedder(other))
 
 
 class EmbeddedWindow(NamedTuple):

@@ -83,9 +83,9 @@ class Languages:
             return ""
         language = max(foreign, key=lambda name: foreign[name])
         return (
-            f"{share:.0%} of the text is not English (most of that {language}), but embedder {embedder} was "
-            "trained on English, so questions will often find the wrong chunks; ingest into a new store with "
-            f"a multilingual one, such as --embedder {MULTILINGUAL}"
+            f"{share:.0%} of the new text is not English (most of that {language}), but embedder {embedder} "
+            "was trained on English, so questions will often find the wrong chunks; ingest into a new store "
+            f"with a multilingual one, such as --embedder {MULTILINGUAL}"
         )
 
 

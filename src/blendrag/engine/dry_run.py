@@ -55,7 +55,7 @@ def dry_run(
         of_document = known or chunker.split(document.text, document.source)
         unchanged += bool(known)
         report.documents += 1
-        languages.add(document.text)
+        languages.add("" if known else document.text)
         report.chunks += len(of_document)
         report.tokens += sum(chunk.tokens for chunk in of_document)
         chunks |= {chunk.chunk_id: chunk for chunk in of_document}

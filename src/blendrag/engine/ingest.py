@@ -292,6 +292,7 @@ class IngestRun:
                 report.documents_unchanged += not computed
             else:
                 self._write_rows(document, planned.digest, planned.chunks)
+                self._languages.add(document.text)
             self._rows.remove_other_spellings(document.source)
         except InvalidInputError as bad:
             report.failures.append(named_failure(document.source, bad))
@@ -300,7 +301,6 @@ class IngestRun:
             report.done_bytes = bytes_before + round(planned.size_bytes)
             report.work_done = work_before + planned.total
         report.documents += 1
-        self._languages.add(document.text)
         self._tell()
 
     def _write_kv(self, planned: PlannedDocument) -> int:

@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
+from blendrag.corpus.embedder import embedder_names
 from blendrag.corpus.embedding_turns import Check
 from blendrag.engine import Answer, BlendEngine
 from blendrag.engine.request import RagPrompt
@@ -157,11 +158,6 @@ class Service:
                 code="read_only_store",
             )
 
-    def check_embedder(self, name: str | None) -> None:
-        """Raise :class:`Refusal` 404 for another model than the store's embedder."""
-        if name and name not in (ANY_MODEL, self.name, *self.embedder_names):
-            raise not_served(name, self.embedder_id)
-
     @property
     def names(self) -> tuple[str, ...]:
         """What requests may call it."""
@@ -169,7 +165,8 @@ class Service:
 
     @property
     def embedder_names(self) -> tuple[str, ...]:
-        return self.embedder_id, self.engine.manifest.embedder
+        """What requests may call its embedder: also by the names that ``ingest`` takes for the same model."""
+        return self.embedder_id, *embedder_names(self.engine.manifest.embedder)
 
     async def pieces(
         self, make: Make, threads: ThreadQueue, timeout_s: float | None = None

@@ -28,8 +28,9 @@ _LEVELS, _MAX_STYLES = "012345", 10
 _CHARACTERS = {"tab": "\t", "br": "\n", "cr": "\n", "noBreakHyphen": "-"}
 
 
-def read(data: bytes) -> tuple[str, str]:
-    """Text and title, which may be empty. Raises many types for damaged files."""
+def read(data: bytes) -> tuple[str, str, str]:
+    """Text, the title in the properties and the title in the text, each of which may be empty. Raises many
+    types for damaged files."""
     from docx import Document
 
     document = Document(BytesIO(data))
@@ -44,7 +45,8 @@ def read(data: bytes) -> tuple[str, str]:
             for text in walk.blocks(part)
             if sum(map(str.isalpha, text)) > 3  # no page numbers
         )
-    return "\n\n".join(filter(None, [*blocks, *walk.noted()])), document.core_properties.title or ""
+    text = "\n\n".join(filter(None, [*blocks, *walk.noted()]))
+    return text, document.core_properties.title or "", walk.title
 
 
 def _name(element: Any) -> str:
@@ -83,6 +85,14 @@ class _Walk:
             for styles in self.related("styles")
             for style in styles.iter(f"{_NAMESPACE}style")
         }
+        #: Styles whose name is Title: their ids are in the language of the program.
+        self._titles = {"Title"} | {
+            style.get(f"{_NAMESPACE}styleId")
+            for styles in self.related("styles")
+            for style in styles.iter(f"{_NAMESPACE}style")
+            if (_value(style, "name") or "").lower() == "title"
+        }
+        self._found = {"title": "", "heading": ""}
         self._based_on: dict[str, str] = {
             style.get(f"{_NAMESPACE}styleId"): _value(style, "basedOn") or ""
             for styles in self.related("styles")
@@ -127,6 +137,9 @@ class _Walk:
         boxes: list[Any] = []
         if text := "".join(self._pieces(paragraph, boxes)).strip():
             marks = "#" * self._heading_level(paragraph)
+            if marks == "#":
+                kind = "title" if self._style(paragraph) in self._titles else "heading"
+                self._found[kind] = self._found[kind] or " ".join(text.split())
             text = self._label(paragraph) + text
             yield f"{marks} {' '.join(text.split())}" if marks else text
         for box in boxes:
@@ -149,11 +162,19 @@ class _Walk:
             elif name not in _UNREAD:
                 yield from self._pieces(child, boxes)
 
+    @property
+    def title(self) -> str:
+        """The first paragraph in the style Title, else the first heading of level 1; may be empty."""
+        return self._found["title"] or self._found["heading"]
+
+    @staticmethod
+    def _style(paragraph: Any) -> str:
+        return _value(paragraph.find(f"{_NAMESPACE}pPr"), "pStyle") or ""
+
     def _heading_level(self, paragraph: Any) -> int:
         """1 to 6 for a heading, whose style or itself has a level of the outline; else 0."""
-        own = paragraph.find(f"{_NAMESPACE}pPr")
-        style = _value(own, "pStyle") or ""
-        if style == "Title":
+        own, style = paragraph.find(f"{_NAMESPACE}pPr"), self._style(paragraph)
+        if style in self._titles:
             return 1
         for _ in range(_MAX_STYLES):
             level = _value(own, "outlineLvl")

@@ -88,10 +88,12 @@ def _unreadable(path: Path, kind: str, exc: Exception) -> UnreadableDocumentErro
 
 
 class OfficeText(NamedTuple):
-    """What a file holds; ``title`` may be empty. ``pages``: where each page of a PDF begins in the text."""
+    """What a file holds. ``title`` is what it claims, ``heading`` the title in its text; both may be empty.
+    ``pages``: where each page of a PDF begins in the text."""
 
     text: str
     title: str
+    heading: str = ""
     pages: Sequence[int] = ()
 
 
@@ -115,7 +117,8 @@ def read(path: Path, kind: str, data: bytes) -> OfficeText:
         raise UnreadableDocumentError(
             path, f"is {kind} without text; if it is a scan, recognise its text (OCR) first"
         )
-    return found._replace(title=_true_title(path.stem, found.title, found.text))
+    title = found.heading or _true_title(path.stem, found.title, found.text)
+    return found._replace(title=title)
 
 
 #: Characters at the beginning of a text in which its title is expected.
@@ -154,7 +157,7 @@ def _pdf(path: Path, data: bytes) -> OfficeText:
         pieces += [text] * bool(text)
         at += (len(text) + len(_PAGE_END)) * bool(text)
     title = reader.metadata.title if reader.metadata else None
-    return OfficeText(_PAGE_END.join(pieces), str(title or ""), starts)
+    return OfficeText(_PAGE_END.join(pieces), str(title or ""), pages=starts)
 
 
 _READERS: dict[str, Callable[[Path, bytes], OfficeText]] = {

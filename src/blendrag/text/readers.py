@@ -294,7 +294,7 @@ def _checked(path: Path, documents: Iterator[Document], damage: str = "") -> Ite
 
 
 def _read_office(path: Path, kind: str, data: bytes) -> Iterator[Document]:
-    text, title, pages = office_files.read(path, kind, data)
+    text, title, _, pages = office_files.read(path, kind, data)
     metadata = {PAGE_STARTS: " ".join(map(str, pages))} if pages else {}
     title = cut_title(title) or _stem_title(path)
     yield Document(path.as_posix(), _with_newlines(text), title, metadata)
