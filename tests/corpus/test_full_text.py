@@ -41,8 +41,8 @@ def execute(root: Path, *statements: str) -> list[tuple]:
 def lexical(corpus: Corpus, text: str, k: int = 3, allowed: np.ndarray | None = None) -> list[str]:
     """Texts that are found by words, after the index was prepared."""
     mode = corpus.searches.available("lexical")
-    query = SearchQuery(text, None, mode)
-    return [found.chunk.text for found in corpus.search(query, k, allowed)]
+    (hits,) = corpus.searches.find([SearchQuery(text, None, mode)], k, lambda: allowed)
+    return [found.chunk.text for found in hits]
 
 
 def indexed(corpus: Corpus) -> list[tuple]:
@@ -217,7 +217,7 @@ def test_a_damaged_index_that_cannot_be_written_is_passed_over(
     execute(root, "UPDATE full_text_data SET block = x'00' WHERE id > 10")
     query = SearchQuery("document 1 lamp 8", vector_of(text_of(1, 1)), "hybrid")
     with Corpus.open(root, read_only=True) as corpus:
-        assert corpus.search(query, 1)[0].chunk.text == text_of(1, 1)
+        assert corpus.search([query], 1)[0][0].chunk.text == text_of(1, 1)
     assert "is damaged; it cannot be written" in caplog.text
 
 

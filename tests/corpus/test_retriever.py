@@ -46,6 +46,10 @@ def retriever(tmp_path_factory: pytest.TempPathFactory, embedder: Embedder) -> I
         yield Retriever(corpus, embedder)
 
 
+OLD_BRIDGE = "The old bridge of the town was ordered by its first mayor."
+NEW_BRIDGE = "The new bridge of the town is made of stone and of steel."
+
+
 def test_chunks_come_in_document_order_nearest_document_first(retriever: Retriever) -> None:
     found = retriever.retrieve("Which bridge did the mayor order?", 4)
     assert [chunk.text for chunk in found[:3]] == DOCUMENTS["Maria Silva"]
@@ -93,7 +97,7 @@ def test_a_chunk_of_many_documents_is_found_at_the_one_that_passes(tmp_path: Pat
             document = Document(f"{name}.md", chunk.text, name, {"name": name})
             corpus.put_document(document, "d", [chunk], vector_of(chunk.text)[None])
         query = SearchQuery("same", vector_of("the same text"), "hybrid")
-        (found,) = corpus.search(query, 3, corpus.allowed(Filter.where("name=b")))
+        ((found,),) = corpus.search([query], 3, Filter.where("name=b"))
         assert found.chunk.source == "b.md"
 
 
@@ -104,7 +108,7 @@ def test_passages_that_pass_but_have_no_vector_end_a_search(tmp_path: Path) -> N
         assert allowed is not None
         assert len(allowed) == 2
         query = SearchQuery("", vector_of("anything"), "dense")
-        (found,) = corpus.search(query, 5, allowed)
+        ((found,),) = corpus.search([query], 5, Filter.where("n>=2"))
         assert found.chunk.entry_id == "id2"
 
 
@@ -194,3 +198,30 @@ def test_a_question_of_a_conversation_is_embedded_in_one_batch(
     demo_corpus.retrieve("And when?", 2, earlier="Who is the director of Beacon Partners?")
     (texts,) = calls
     assert len(texts) == 2
+
+
+def test_both_searches_of_a_conversation_see_one_state_of_the_corpus(
+    tmp_path: Path, embedder: Embedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A document that another process replaces between them is not found in two versions."""
+
+    def put(corpus: Corpus, sentence: str) -> None:
+        document = Document("bridge.txt", sentence, "bridge", {})
+        vectors = embedder.embed([sentence], titles=["bridge"])
+        corpus.put_document(document, digest_of(document), [chunk_of(sentence)], vectors)
+
+    with Corpus.open(tmp_path, create=True) as corpus, Corpus.open(tmp_path) as other:
+        put(corpus, OLD_BRIDGE)
+        index, retriever, calls = corpus.searches.full_text, Retriever(corpus, embedder), []
+        ranked = index.ranked
+
+        def changed_before_the_second(*given: Any, **how: Any) -> Any:
+            if len(calls) == 1:
+                put(other, NEW_BRIDGE)
+            calls.append(given)
+            return ranked(*given, **how)
+
+        monkeypatch.setattr(index, "ranked", changed_before_the_second)
+        for expected in OLD_BRIDGE, NEW_BRIDGE:
+            found = retriever.retrieve("Is it new?", 4, earlier="Who ordered the old bridge?")
+            assert [chunk.text for chunk in found] == [expected]

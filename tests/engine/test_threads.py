@@ -8,8 +8,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from blendrag.errors import InvalidInputError, NoThreadError, RequestTimeout
 from blendrag.frameworks.streaming import to_thread
 from blendrag.model.tokens import Tokens
 from blendrag.serving.scheduler import Pending, Scheduler
+from blendrag.text.recognition import ChunkIndex
+from corpus.small_corpus import chunk_of
 from loops import BLOCKED_S, turns_while
 
 # -- callers on threads and event loops ---------------------------------------------------------
@@ -95,6 +98,35 @@ def test_many_threads_can_look_up_the_corpus(tmp_path):
         finally:
             sys.setswitchinterval(interval)
         assert found == [None] * 2000
+
+
+@pytest.mark.parametrize("changes", [1, 9])
+def test_a_prompt_is_recognised_in_one_state_of_the_corpus(tmp_path, monkeypatch, changes):
+    """A document is replaced between search and look-up, once or each time."""
+    with tiny.engine(tiny.llama(), tmp_path) as made, ThreadPoolExecutor(1) as writer:
+        made.ingest([tiny.document(0, 2), tiny.document(1, 2)]).whole()
+        corpus, found_in = made.require_corpus(), ChunkIndex.found_in
+        (first,), (last,) = tiny.chunk_texts(made, 0), tiny.chunk_texts(made, 1)
+        # the last chunk is taken for the question if the first one is known
+        prompt = f"{tiny.LEAD}{first}\n\n{last}\n\nParagraph 7 tells"
+        done: list[Future[Any]] = []
+
+        def replaced_after(*given: Any) -> Any:
+            found = found_in(*given)
+            if len(done) < changes:
+                document = replace(tiny.document(2 + len(done), 2), source="doc0.txt")
+                vectors = tiny.WordEmbedder().embed([document.text])
+                given = document, "digest", [chunk_of(document.text)], vectors
+                done.append(writer.submit(corpus.put_document, *given))
+                wait(done, timeout=0.05)  # in a transaction, it waits for the request
+            return found
+
+        monkeypatch.setattr(ChunkIndex, "found_in", replaced_after)
+        found = [segment.chunk_id for segment in made.segments(prompt).chunks]
+        wait(done)
+        monkeypatch.undo()
+        assert found == [segment.chunk_id for segment in made.segments(prompt).chunks]
+        assert found
 
 
 # -- several engines over one model, and the model's owner --------------------------------------

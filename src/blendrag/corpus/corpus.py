@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -52,6 +52,10 @@ def is_at(source: str, path: str) -> bool:
     return source == path or source.startswith((f"{path}#", f"{path.rstrip('/')}/"))
 
 
+T = TypeVar("T")
+
+#: Reads without a lock before one that others wait for (:meth:`Corpus.in_one_state`).
+_UNLOCKED_READS = 3
 _BY_SOURCE = "SELECT id FROM document WHERE source = ?"
 
 
@@ -353,17 +357,31 @@ class Corpus:
         return None if chosen is None else self.selections.passages(Filter.parse(chosen))
 
     def search(
-        self, query: SearchQuery, k: int, allowed: np.ndarray | None = None
-    ) -> list[FoundChunk]:
-        """The k best different chunks, the best first; see :meth:`CorpusSearch.find`."""
-        return self.searches.find(query, k, allowed)
+        self, queries: Sequence[SearchQuery], k: int, chosen: FilterLike | None = None
+    ) -> list[list[FoundChunk]]:
+        """For each query the k best different chunks of the documents that a filter selects, the best first;
+        see :meth:`CorpusSearch.find`. Raises :class:`InvalidOptionError`."""
+        return self.searches.find(queries, k, lambda: self.allowed(chosen))
+
+    def in_one_state(self, read: Callable[[], T]) -> T:
+        """What ``read()`` returns if nothing changes the corpus meanwhile; otherwise it is called again.
+
+        The last time it is called in one transaction, for which other threads wait.
+        """
+        for _ in range(_UNLOCKED_READS):
+            generation = self.file.generation()
+            found = read()
+            if self.file.generation() == generation:
+                return found
+        with self.file.reading():
+            return read()
 
     def nearest(self, vector: np.ndarray, k: int) -> list[tuple[StoredChunk, float]]:
         """The k nearest different chunks with their L2 distance, nearest first.
 
         ``vector``: float32 [dim]. Each chunk is returned at the place whose vector is nearest.
         """
-        found = self.search(SearchQuery("", vector, "dense"), k)
+        (found,) = self.search([SearchQuery("", vector, "dense")], k)
         return [(each.chunk, each.distance or 0.0) for each in found]
 
 

@@ -143,10 +143,8 @@ class Retriever:
             if self.corpus.has_manifest:
                 refuse_given(self.corpus.manifest.embedder)
             vectors = [*self.embedder.embed_queries(searched, check=check)]
-        hits = [
-            self.corpus.search(SearchQuery(text, vector, mode), k, allowed)
-            for text, vector in zip(searched, vectors, strict=True)
-        ]
+        queries = [SearchQuery(*each, mode) for each in zip(searched, vectors, strict=True)]
+        hits = self.corpus.search(queries, k, filter)
         goes_on = len(hits) > 1 and _goes_on(*hits)
         found = _merged(*(hits[::-1] if goes_on else hits), top_k=k)
         if self.reranker is not None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -81,21 +81,32 @@ class CorpusSearch:
         return "dense"
 
     def find(
-        self, query: SearchQuery, k: int, allowed: np.ndarray | None = None
-    ) -> list[FoundChunk]:
-        """The k best different chunks, the best first, each at its best place.
+        self, queries: Sequence[SearchQuery], k: int, allowed: Callable[[], np.ndarray | None]
+    ) -> list[list[FoundChunk]]:
+        """For each query the k best different chunks, the best first, each at its best place.
 
-        ``allowed``: ids of passages, int64 [n]; others are not found.
+        All are found in one state of the corpus. ``allowed()``: ids of passages in that state, int64 [n];
+        others are not found. ``None`` allows all.
         """
-        if query.mode == "dense":
-            return self._dense(query, k, allowed)
         try:
-            return self._with_text(query, k, allowed)
+            return self._in_one_state(queries, k, allowed)
         except DamagedIndex:
             why = self.full_text.rebuild_damaged()
-        if not why:
-            return self._with_text(query, k, allowed)
-        return self._dense(query, k, allowed)
+        if why:
+            queries = [replace(query, mode="dense") for query in queries]
+        return self._in_one_state(queries, k, allowed)
+
+    def _in_one_state(
+        self, queries: Sequence[SearchQuery], k: int, allowed: Callable[[], np.ndarray | None]
+    ) -> list[list[FoundChunk]]:
+        with self._file.reading():
+            passages = allowed()
+            return [
+                self._dense(query, k, passages)
+                if query.mode == "dense"
+                else self._with_text(query, k, passages)
+                for query in queries
+            ]
 
     def _dense(self, query: SearchQuery, k: int, allowed: np.ndarray | None) -> list[FoundChunk]:
         if query.vector is None:
@@ -113,13 +124,12 @@ class CorpusSearch:
     ) -> list[FoundChunk]:
         depth = max(LEAST_DEPTH, DEPTH_FACTOR * k)
         vector = query.vector if query.mode == "hybrid" else None
-        with self._file.reading():
-            ranked = self.full_text.ranked(query.text, allowed, rare_only=vector is not None)
-            lexical = self._different(ranked.passages, depth)
-            if vector is None:
-                return self._loaded(lexical, query, k)
-            nearest = self._different(self._vectors.ascending(vector, depth, allowed), depth)
-            return self._loaded(_fused(nearest, lexical, ranked.information), query, k)
+        ranked = self.full_text.ranked(query.text, allowed, rare_only=vector is not None)
+        lexical = self._different(ranked.passages, depth)
+        if vector is None:
+            return self._loaded(lexical, query, k)
+        nearest = self._different(self._vectors.ascending(vector, depth, allowed), depth)
+        return self._loaded(_fused(nearest, lexical, ranked.information), query, k)
 
     def _different(self, ranked: Iterable[tuple[int, float]], depth: int) -> list[_Hit]:
         """The first passage of each chunk, ``depth`` at most."""

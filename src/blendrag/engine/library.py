@@ -271,7 +271,8 @@ class Library:
             return []
         with retrieval(self._kv.root, k):
             vector = self.embed_query(query) if isinstance(query, str) else unit_vector(query)
-            return corpus.entries.nearest(vector, k, where, corpus.allowed(filter))
+            with corpus.file.reading():
+                return corpus.entries.nearest(vector, k, where, corpus.allowed(filter))
 
     def has_kv(self, ids: Sequence[str]) -> dict[str, bool]:
         """Whether the KV of each entry's text is stored; without unknown ids."""

@@ -26,7 +26,7 @@ from blendrag.engine.request import TO_THE_END, Options, Prompt, RagPrompt, Requ
 from blendrag.engine.schemas import Schemas
 from blendrag.errors import CorpusError, InvalidInputError, RequestTimeout
 from blendrag.fusor.selection import Blending
-from blendrag.text.known_chunks import ChunkText, recognise
+from blendrag.text.known_chunks import ChunkText, KnownChunks, recognise
 from blendrag.text.matches import Match
 from blendrag.text.passages import FreshText
 from blendrag.text.prompt import SegmentedPrompt, segment_prompt
@@ -250,8 +250,14 @@ class Prompts:
                         stored[match.chunk_id] = corpus.chunk(match.chunk_id)
             return stored
 
-        index = corpus.known_to(scope) if corpus is not None and rendered.chunks is None else None
-        found = recognise(rendered, tokens.control_spans(rendered.text), index, look_up)
+        control = tokens.control_spans(rendered.text)
+
+        def recognised() -> KnownChunks:
+            searched = corpus is not None and rendered.chunks is None
+            index = corpus.known_to(scope) if corpus is not None and searched else None
+            return recognise(rendered, control, index, look_up)
+
+        found = recognised() if corpus is None else corpus.in_one_state(recognised)
         segments = segment_prompt(
             rendered.text,
             found.chunks,
