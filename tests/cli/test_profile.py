@@ -97,6 +97,7 @@ def test_directories_and_storage_devices_are_rated(store: Path, tmp_path: Path) 
     assert result.exit_code == 0, result.stderr
     assert "cheapest that adds no latency: EBS" in result.stdout
     assert f"{tmp_path}: " in result.stdout  # --dir was timed
+    assert "less than $0.01 a month" in result.stdout
     assert not list(tmp_path.glob(".profile-*"))
     rated = printed(*args)["storage"]["rated"]
     assert len(rated) == 3

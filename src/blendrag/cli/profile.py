@@ -62,7 +62,8 @@ def profile(
         with StatusLine() as line:
 
             def show(what: str, done: int, steps: int) -> None:
-                line.show(f"{what}, {done} of {steps} steps done", done, steps)
+                # a share: how many steps there are depends on how much the times differ
+                line.show(f"{what}; {done / max(1, steps):.0%} done", done, steps)
 
             report = engine.profile(directories or (), again, show)
         found = report.profile
@@ -134,12 +135,16 @@ def _print_choice(choice: StorageChoice) -> None:
         waits = "adds no latency" if each.hides else f"{milliseconds(each.waiting_s)} of waiting"
         echo(
             f"  {each.device.name}: first token after {milliseconds(each.ttft_s)}, {waits}, "
-            f"${each.cost_per_month:,.4g} a month"
+            f"{_price(each.cost_per_month)} a month"
         )
     if choice.best is not None:
         echo(f"cheapest that adds no latency: {choice.best.device.name}")
     else:
         echo(f"each adds latency; the fastest is {choice.fastest.device.name}")
+
+
+def _price(dollars: float) -> str:
+    return f"${dollars:,.2f}" if dollars >= 0.01 else "less than $0.01"
 
 
 def _write_figure(path: Path, found: Profile, policy: str, chunks: int) -> None:

@@ -523,7 +523,7 @@ class CorpusFile:
             if self.read_only:
                 raise CorpusError(
                     f"the corpus at {self.directory} is read-only, expected one that can be "
-                    "written; change its permissions or choose another store"
+                    "written; open it without read_only, change its permissions or choose another store"
                 )
             with _transaction(self.connection, self.path, "IMMEDIATE"):
                 yield self.connection
