@@ -257,6 +257,13 @@ def test_parameters_and_buffers_of_a_module_itself_are_found() -> None:
     assert list(buffers) == ["running_mean", "running_var", "num_batches_tracked"]
 
 
+def test_modules_are_those_that_torch_names() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Identity())
+    model.register_module("again", model[0][0])
+    model.register_module("none", None)
+    assert compat.modules_of(model) == list(model.named_modules())
+
+
 def test_a_module_that_saves_more_than_its_tensors_is_seen() -> None:
     class Scaled(nn.Linear):
         def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

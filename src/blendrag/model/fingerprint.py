@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from io import BytesIO
@@ -23,6 +24,7 @@ from blendrag.errors import UnsupportedModelError
 from blendrag.model.compat import (
     COMPILED_INNER,
     consists_of_tensors,
+    modules_of,
     registered_tensors,
     saves_more,
     write_count,
@@ -63,7 +65,7 @@ class Digests:
 
     def __init__(self) -> None:
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._views: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._views: dict[int, tuple[weakref.ref[torch.Tensor], Any, torch.Tensor | None]] = {}
 
     def marks(self, found: Loaded) -> tuple[Mark, ...]:
         """The current marks of ``found``'s tensors: each changes when its tensor is replaced or written.
@@ -100,8 +102,8 @@ class Digests:
         alike: dict[Any, list[tuple[int, torch.Tensor]]] = defaultdict(list)
         samples = [b""] * len(tensors)
         for i, each in enumerate(tensors):
-            if each.tensor.numel():
-                view = self._view(each.tensor)
+            view = self._view(each.tensor)
+            if view is not None:
                 alike[view.device, view.dtype].append((i, view))
         for views in alike.values():
             together = BytesIO(_bytes_of(torch.cat([view for _, view in views])))
@@ -109,18 +111,24 @@ class Digests:
                 samples[i] = together.read(view.nbytes)
         return samples
 
-    def _view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of the sampled values. It is cached, as making it takes longest."""
-        made = self._views.get(tensor)
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-        if made is None or made[0] != place:
+    def _view(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A view of the sampled values, ``None`` if there are none. It is cached, as making it takes longest.
+
+        By number and weak reference: a dictionary with weak tensors as keys takes longer than the rest.
+        """
+        number, place = id(tensor), (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        known = self._views.get(number)
+        if known is not None and known[0]() is tensor and known[1] == place:
+            return known[2]
+        view = None
+        if tensor.numel():
             flat = tensor.detach()
             # Of a tensor that is not contiguous, sample one row: flattening it would copy the whole.
             flat = flat.reshape(-1) if flat.is_contiguous() else flat[(0,) * (flat.ndim - 1)]
             some = flat[:: max(1, flat.numel() // SAMPLES)]
-            made = (place, some.view(_WORDS.get(some.element_size(), some.dtype)))
-            self._views[tensor] = made
-        view: torch.Tensor = made[1]
+            view = some.view(_WORDS.get(some.element_size(), some.dtype))
+        views = self._views
+        self._views[number] = (weakref.ref(tensor, lambda _: views.pop(number, None)), place, view)
         return view
 
 
@@ -178,16 +186,17 @@ def loaded(model: Any) -> Loaded:
     tensors: list[LoadedTensor] = []
     adapters: list[bytes] = []
     seen: set[int] = set()
-    quantised = is_quantised(model)
+    modules: list[tuple[str, Any]] = modules_of(model)
+    quantised = _is_quantised(model, modules)
 
     def add(name: str, tensor: torch.Tensor, is_kept: bool = True) -> None:
         if id(tensor) not in seen:
             seen.add(id(tensor))
             tensors.extend(_plain(name.replace(f"{COMPILED_INNER}.", ""), tensor, is_kept))
 
-    for path, module in model.named_modules():
+    for path, module in modules:
         prefix = f"{path}." if path else ""
-        if hasattr(module, "active_adapters") and hasattr(module, "merged_adapters"):
+        if hasattr(type(module), "active_adapters") and hasattr(module, "merged_adapters"):
             active = [] if getattr(module, "disable_adapters", False) else [*module.active_adapters]
             adapters.append(f"{path}:{_adapter_state(module, active)}".encode())
             seen.update(id(tensor) for tensor in _inactive(module, active))
@@ -211,21 +220,29 @@ def loaded(model: Any) -> Loaded:
 
 def is_quantised(model: Any) -> bool:
     """Whether transformers quantised ``model``, or torchao or quanto did in place."""
+    return _is_quantised(model, modules_of(model))
+
+
+def _is_quantised(model: Any, modules: Sequence[tuple[str, nn.Module]]) -> bool:
     return getattr(model, "hf_quantizer", None) is not None or any(
-        consists_of_tensors(weight)
-        for module in model.modules()
+        type(weight) not in _PLAIN_TENSORS and consists_of_tensors(weight)
+        for _, module in modules
         for weight in registered_tensors(module)[0].values()
         if weight is not None
     )
+
+
+#: They consist of no other tensors.
+_PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
 
 
 def _plain(
     name: str, tensor: torch.Tensor, is_kept: bool, context: str = ""
 ) -> Iterator[LoadedTensor]:
     """``tensor``, or those that a tensor subclass consists of (torchao: data, scales, zero points)."""
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise UnsupportedModelError(f"weight {name!r} is not loaded (meta device); use mode full")
-    if type(tensor) in (torch.Tensor, nn.Parameter) or not consists_of_tensors(tensor):
+    if type(tensor) in _PLAIN_TENSORS or not consists_of_tensors(tensor):
         yield LoadedTensor(name, tensor, is_kept, context)
         return
     parts, said = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
