@@ -110,7 +110,7 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache directory of this test, in which no model has a verdict."""
     folder = tmp_path / "cache"
     changed = replace(settings(), cache=folder)
-    for module in ("config", "fusor.verdicts"):
+    for module in ("config", "model.measurements"):
         monkeypatch.setattr(f"blendrag.{module}.settings", lambda: changed)
     return folder
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from blendrag.fusor import verdicts
+from blendrag.model import measurements
 from cli.commands import invoke, printed
 
 
@@ -69,5 +69,5 @@ def test_there_may_be_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_what_was_measured_is_a_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BLENDRAG_CACHE", str(tmp_path))
     invoke("cache")
-    verdicts.remember_measured("rows", 3)
+    measurements.remember("rows", 3)
     assert sizes().keys() == {"verdicts"}

@@ -427,7 +427,9 @@ def test_states_and_kv_stay_within_half_of_the_budget(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def not_composed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlendEngine]:
+def not_composed(
+    tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[BlendEngine]:
     """Over a model whose chunks are not composed, because no state is told exactly enough."""
     monkeypatch.setattr(linear_layers, "TOLERANCE", {torch.float32: 0.0})
     with tiny.engine(tiny.family("qwen3_5", initializer_range=0.2), tmp_path) as made:
@@ -481,6 +483,7 @@ def test_a_model_that_goes_on_wrongly_answers_in_mode_full_only(tmp_path, monkey
         assert made.generate("What is it?", mode="full").metrics.new_tokens
 
 
+@pytest.mark.usefixtures("empty_cache")
 def test_the_check_refuses_what_it_cannot_see(monkeypatch):
     monkeypatch.setattr(continuation, "_disturb", lambda tensor, size: None)
     adapter = tiny.adapter(tiny.family("qwen3_5", initializer_range=0.2))

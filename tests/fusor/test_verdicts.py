@@ -11,6 +11,7 @@ import torch
 
 from blendrag.fusor import gate, verdicts
 from blendrag.fusor.gate import Verification
+from blendrag.model import measurements
 
 CPU = torch.device("cpu")
 NAMESPACE = "a" * 64
@@ -27,7 +28,7 @@ def test_a_verdict_holds_for_its_model_device_libraries_and_gate(empty_cache, mo
     assert verdicts.recall(NAMESPACE, CPU) == VERDICT
     assert verdicts.recall("f" * 64, CPU) is None
     assert verdicts.recall(NAMESPACE, torch.device("meta")) is None
-    for changed, value in ((torch, "9.9"), (verdicts.transformers, "9.9")):
+    for changed, value in ((torch, "9.9"), (measurements.transformers, "9.9")):
         with monkeypatch.context() as patch:
             patch.setattr(changed, "__version__", value)
             assert verdicts.recall(NAMESPACE, CPU) is None
@@ -71,8 +72,8 @@ def test_an_unusable_database_holds_no_verdicts_and_is_reported_once(
         empty_cache.write_text("a file")
     verdicts.remember(NAMESPACE, CPU, VERDICT)
     assert verdicts.recall(NAMESPACE, CPU) is None
-    verdicts.remember_measured("rows", 4)
-    assert verdicts.recall_measured("rows", int) is None
+    measurements.remember("rows", 4)
+    assert measurements.recall("rows", int) is None
     [message] = caplog.messages
     assert message.startswith(f"{empty_cache} cannot be written (")
     assert "BLENDRAG_CACHE" in message

@@ -121,6 +121,7 @@ def test_states_keep_their_dtype_beside_kv_in_another(qwen):
 
 
 @torch.inference_mode()
+@pytest.mark.usefixtures("empty_cache")
 def test_a_state_that_is_no_linear_function_of_the_one_before_is_refused(monkeypatch):
     stock = MixerRun.run_from
 

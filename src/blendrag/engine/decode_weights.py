@@ -24,9 +24,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from blendrag.config import cache_folder
-from blendrag.fusor import Fusor, verdicts
+from blendrag.fusor import Fusor
 from blendrag.fusor.decode_agreement import TEXTS, TOKENS, AgreementMeasurement, DecodeAgreement
 from blendrag.model import decode_weights as packing
+from blendrag.model import measurements
 from blendrag.model.adapter import UNNAMED, ModelAdapter
 from blendrag.model.decode_weights import NATIVE, DecodeWeights, Packed, PackedWeights
 from blendrag.model.sharing import is_loaded, loaded_once
@@ -103,13 +104,13 @@ class DecodeWeightsChoice:
             return why, False
         if not self._decodes_jointly():
             return NOT_TOGETHER, False
-        if verdicts.recall_measured(_slow_key(self._adapter, name), bool):
+        if measurements.recall(_slow_key(self._adapter, name), bool):
             return NOT_FASTER, False
         if self._wanted != AUTO:
             return "", False
         if packing.size_bytes(self._adapter.model) < LEAST_BYTES:
             return "the model is small", False
-        known = verdicts.recall_measured(_key(self._adapter, AUTOMATIC), DecodeAgreement)
+        known = measurements.recall(_key(self._adapter, AUTOMATIC), DecodeAgreement)
         if known is None or known.suffices:
             return "", known is None
         return f"they choose the same token in {known.share:.1%} of steps", False
@@ -165,7 +166,7 @@ class DecodeWeightsChoice:
         if found is None:
             return
         self._measurement, self.is_measurable = None, False
-        verdicts.remember_measured(_key(adapter, AUTOMATIC), found)
+        measurements.remember(_key(adapter, AUTOMATIC), found)
         log.info(
             "%s chooses the same token with %s weights in %.1f%% of %d steps, KL %.4f",
             *(adapter.model_id, AUTOMATIC, 100 * found.share, found.tokens, found.kl),
@@ -203,14 +204,14 @@ def compare(
         if formats not in measured:
             found = AgreementMeasurement(adapter, made).run()
             measured[formats] = replace(found, opening_s=opening_s)
-        verdicts.remember_measured(_key(adapter, name), measured[formats])
+        measurements.remember(_key(adapter, name), measured[formats])
         return measured[formats]
 
 
 def _key(adapter: ModelAdapter, name: str) -> str:
     """The key under which the agreement of the loaded model is remembered."""
     namespace = adapter.identity.namespace
-    return f"decode weights {VERSION}, {name}, {namespace}, {verdicts.libraries()}"
+    return f"decode weights {VERSION}, {name}, {namespace}, {measurements.libraries()}"
 
 
 def _slow_key(adapter: ModelAdapter, name: str) -> str:
@@ -245,7 +246,7 @@ def _made(adapter: ModelAdapter, name: str) -> DecodeWeights | str:
         log.warning("%s weights of %s cannot be made: %s", name, adapter.model_id, exc)
         return f"they cannot be made: {condensed(str(exc))}"
     if is_steady:
-        verdicts.remember_measured(_slow_key(adapter, name), not made.layers)
+        measurements.remember(_slow_key(adapter, name), not made.layers)
     if not made.layers:
         return NOT_FASTER
     log.info(
@@ -326,12 +327,12 @@ def _limit_rows(weights: DecodeWeights) -> bool:
         by_shape[each.kind.name, *sizes, each.is_head].append(name)
     for shape, names in by_shape.items():
         key = f"decode rows {ROWS_VERSION}, {shape}, {_machine()}"
-        rows = verdicts.recall_measured(key, int)
+        rows = measurements.recall(key, int)
         if rows is None:
             found = packing.most_rows([weights.layers[name] for name in names])
             rows = found.most
             if found.is_steady:
-                verdicts.remember_measured(key, rows)
+                measurements.remember(key, rows)
             else:
                 is_steady = False
                 log.info("times of %s weights vary, so they are measured again later", shape)
@@ -441,4 +442,4 @@ def _keep(file: Path, packed: Mapping[str, Packed], remove_earlier: Callable[[],
     except (OSError, SafetensorError) as exc:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
-        verdicts.warn_unwritable(exc)
+        measurements.warn_unwritable(exc)

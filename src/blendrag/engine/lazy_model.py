@@ -17,6 +17,7 @@ from blendrag.engine.decode_weights import DecodeWeightsChoice
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.fusor import Fusor, verdicts
 from blendrag.fusor.composer import CHECKS_VERSION, Composer, ComposerChecks
+from blendrag.model import measurements
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.loading import (
     hub_kwargs,
@@ -117,10 +118,10 @@ class LazyModel:
     @opened
     def composer(self) -> Composer:
         key = verdicts.key_of(f"composer {CHECKS_VERSION}", self.adapter)
-        known = verdicts.recall_measured(key, ComposerChecks)
+        known = measurements.recall(key, ComposerChecks)
         composer = Composer(self.adapter, known)
         if known is None:
-            verdicts.remember_measured(key, composer.checks)
+            measurements.remember(key, composer.checks)
         return composer
 
     @opened

@@ -9,9 +9,11 @@ KV cannot be moved still gets an adapter: ``refusal`` says why, and :meth:`requi
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +21,10 @@ from torch import nn
 from transformers import DynamicCache
 
 from blendrag.errors import InvalidInputError, UnsupportedModelError
-from blendrag.model import fingerprint
+from blendrag.model import composition, continuation, fingerprint, measurements
 from blendrag.model.compat import attention_name, is_compiled, origin, unwrapped
-from blendrag.model.composition import RECORD_VERSION, Composition
-from blendrag.model.continuation import Continuation
+from blendrag.model.composition import RECORD_VERSION, Composition, CompositionChecks
+from blendrag.model.continuation import Continuation, ContinuationChecks
 from blendrag.model.length_tables import LongRotary, long_table, own_tables
 from blendrag.model.positions import PROBE_OFFSETS, LayersKV, Repositioner, classify
 from blendrag.model.sharing import lock_of
@@ -39,7 +41,7 @@ from blendrag.model.structure import (
     unsupported_if_raising,
 )
 from blendrag.model.tokens import Tokens
-from blendrag.store.identity import ModelIdentity
+from blendrag.store.identity import ModelIdentity, digest_fields
 from blendrag.store.kv import ChunkKV, KVLayout, dtype_name
 
 log = logging.getLogger(__name__)
@@ -388,12 +390,38 @@ class ModelAdapter:
     def _find_continuation(self) -> None:
         """Measure whether the refused model can go on from a stored beginning."""
         try:
+            check_placement(self.model)
+            key = self._measured_key(f"continuation {continuation.CHECKS_VERSION}")
+            known = measurements.recall(key, ContinuationChecks)
             with self.uncompiled():
-                going = Continuation(self.model, self.device)
-            fingerprint.loaded(self.model)  # raises for weights that cannot be seen to change
-            self.continuation = going
+                self.continuation = Continuation(self.model, self.device, known)
+            if self.continuation.checks != known:
+                measurements.remember(key, self.continuation.checks)
         except UnsupportedModelError as exc:
             log.debug("no beginnings of prompts are reused: %s", exc)
+
+    def _measured_key(self, what: str) -> str:
+        """Names ``what`` was measured of the model as it is loaded now.
+
+        Raises :class:`UnsupportedModelError` for weights that cannot be seen to change.
+        """
+        found, config = fingerprint.loaded(self.model), self.model.config
+        code = Path(getattr(sys.modules[type(self.model).__module__], "__file__", None) or "")
+        text = config.get_text_config(decoder=True)
+        parts = (
+            type(self.model).__qualname__,
+            code.read_text(encoding="utf-8")
+            if code.is_file()
+            else "",  # not always transformers' own
+            self._digests.fingerprint(found, self._digests.marks(found)),
+            found.adapters,
+            fingerprint.weight_quantization(config),
+            str(self.model.dtype),
+            str(attention_name(config)),
+            fingerprint.geometry(text, getattr(text, "layer_types", None) or ()),
+        )
+        digest = digest_fields(part.encode() for part in parts)
+        return f"{what}, {digest}, {measurements.libraries()}, {self.device.type}"
 
     @torch.inference_mode()
     def _find_composition(self) -> None:
@@ -404,11 +432,15 @@ class ModelAdapter:
         name = type(self.model).__name__
         reach = self.blend_limit_tokens or self.context_tokens
         try:
+            key = self._measured_key(f"composition {composition.CHECKS_VERSION}")
+            known = measurements.recall(key, CompositionChecks)
             with self.uncompiled(), unsupported_if_raising(name, "compose stored chunks"):
-                found = Composition(self.model, self.continuation, self.device, reach)
+                found = Composition(self.model, self.continuation, self.device, reach, known)
         except UnsupportedModelError as exc:
             self.why_not_movable = str(exc).partition(f"; {USE_FULL}")[0]
             return
+        if found.checks != known:
+            measurements.remember(key, found.checks)
         self.composition, self.why_not_movable = found, ""
         self._stack, self._layout, self._repositioner = (
             found.stack,

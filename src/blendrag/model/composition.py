@@ -24,7 +24,7 @@ from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.model import linear_layers, single_steps
 from blendrag.model.continuation import Continuation, KVSource
 from blendrag.model.growing_layers import grow_in_place
-from blendrag.model.linear_layers import LayerRecord, LinearLayer, Map, MixerRun
+from blendrag.model.linear_layers import KnownLinear, LayerRecord, LinearLayer, Map, MixerRun
 from blendrag.model.positions import PROBE_OFFSETS, LayersKV, Repositioner, classify
 from blendrag.model.structure import DecoderStack, hybrid_stack
 from blendrag.store.kv import ChunkKV, KVLayout, LayerShape, dtype_name
@@ -35,6 +35,8 @@ RECORD_VERSION = 1
 #: Tokens by which layers are measured, in three forwards.
 MEASURED_TOKENS = (11, 13, 2)
 PROBE_TOKENS = 8
+#: Counts up when something else is measured, so that earlier results are not used.
+CHECKS_VERSION = 1
 #: Kinds of linear layers, for people.
 NAMES = {Map.DECAY: "decay", Map.ROWS: "matrix", Map.COLUMNS: "matrix"}
 
@@ -50,11 +52,27 @@ class ComposedLayer:
     """Which layer of attention it is, if it has K and V."""
 
 
+@dataclass(frozen=True)
+class CompositionChecks:
+    """What a :class:`Composition` has measured of a model's layers. How keys move is probed each time, as in
+    other models."""
+
+    linear: tuple[KnownLinear, ...]
+
+
 class Composition:
     """How one model's chunks are encoded and composed. Used in inference mode, under the model's lock."""
 
-    def __init__(self, model: Any, going: Continuation, device: torch.device, reach: int) -> None:
+    def __init__(
+        self,
+        model: Any,
+        going: Continuation,
+        device: torch.device,
+        reach: int,
+        known: CompositionChecks | None = None,
+    ) -> None:
         """``going``: how the model goes on from a cache. ``reach``: positions that keys can be moved over.
+        ``known``: what was measured before.
 
         Raises :class:`UnsupportedModelError` if a layer's state or keys cannot be composed.
         """
@@ -62,7 +80,7 @@ class Composition:
         self._vocab = model.get_input_embeddings().num_embeddings
         self._in_blocks: list[LinearLayer] = []
         """Layers that take tokens behind a state one by one."""
-        self._empty, self.entries = self._measured()
+        self._empty, self.entries = self._measured(known)
         if going.in_steps:
             self._in_blocks = self._of_single_steps()
         self.stack: DecoderStack = hybrid_stack(
@@ -86,6 +104,13 @@ class Composition:
             if entry.linear is None
             else "/".join(NAMES[state.map] for state in entry.linear.recurrent) or "convolution"
             for entry in self.entries
+        )
+
+    @property
+    def checks(self) -> CompositionChecks:
+        layers, linear = self._going.layers, (entry.linear for entry in self.entries)
+        return CompositionChecks(
+            tuple(KnownLinear.of(layer, layers) for layer in linear if layer is not None)
         )
 
     @property
@@ -244,26 +269,19 @@ class Composition:
 
     # -- measured when the model is loaded ------------------------------------------------------------
 
-    def _measured(self) -> tuple[Cache, tuple[ComposedLayer, ...]]:
+    def _measured(self, known: CompositionChecks | None) -> tuple[Cache, tuple[ComposedLayer, ...]]:
         """An empty cache, and what its layers hold."""
         cache = _unwindowed(self._going.new_cache())
         total = sum(MEASURED_TOKENS)
         ids = torch.tensor([[(37 + 41 * i + i * i) % self._vocab for i in range(total)]])
-        first, second, third = ids.to(self._device).split(MEASURED_TOKENS, 1)
-        self.forward(first, cache, 0)
-        layers = self._going.layers
-        mixers = linear_layers.find_mixers(
-            layers, cache, lambda: self.forward(second, cache, first.shape[1])
-        )
-        found: dict[nn.Module, LinearLayer] = {}
-
-        tokens = 1 if self._going.in_steps else third.shape[1]
-
-        def note(call: MixerRun) -> None:
-            found[call.mixer] = linear_layers.measured(call, tokens)
-
-        with linear_layers.calls(mixers, cache, note):
-            self.forward(third, cache, total - third.shape[1])
+        ids = ids.to(self._device)
+        found = None
+        if known is not None:
+            self.forward(ids, cache, 0)
+            found = linear_layers.recalled(known.linear, self._going.layers, cache)
+        if found is None:
+            cache = _unwindowed(self._going.new_cache())
+            found = self._linear_layers(cache, ids)
         entries, attention = list[ComposedLayer](), 0
         self._empty_kv_dtype: torch.dtype | None = None
         for index, layer in enumerate(cache.layers):
@@ -286,7 +304,7 @@ class Composition:
                 self._empty_kv_dtype = keys.dtype
                 attention += 1
                 layer.keys, layer.values = keys[:, :, :0].clone(), values[:, :, :0].clone()
-            for linear in (found[mixer] for place, mixer in mixers if place.layer == index):
+            for linear in (each for each in found if each.place.layer == index):
                 entries.append(ComposedLayer(index, linear.shape, linear))
                 held = linear.held(cache)
                 for tensors in held:
@@ -294,6 +312,23 @@ class Composition:
                         tensor.zero_()
                 linear.put(cache, held)
         return cache, tuple(entries)
+
+    def _linear_layers(self, cache: Cache, ids: torch.Tensor) -> list[LinearLayer]:
+        """What the layers with running states do, measured while ``ids`` ``[1, N]`` are computed."""
+        first, second, third = ids.split(MEASURED_TOKENS, 1)
+        self.forward(first, cache, 0)
+        mixers = linear_layers.find_mixers(
+            self._going.layers, cache, lambda: self.forward(second, cache, first.shape[1])
+        )
+        found: dict[nn.Module, LinearLayer] = {}
+        tokens = 1 if self._going.in_steps else third.shape[1]
+
+        def note(call: MixerRun) -> None:
+            found[call.mixer] = linear_layers.measured(call, tokens)
+
+        with linear_layers.calls(mixers, cache, note):
+            self.forward(third, cache, sum(MEASURED_TOKENS[:2]))
+        return [found[mixer] for _, mixer in mixers]
 
     def _of_single_steps(self) -> list[LinearLayer]:
         """The layers with running states, of a model that takes tokens behind them one by one."""

@@ -38,6 +38,8 @@ from blendrag.store.tensor_bytes import DTYPES
 MAX_NOISE = 4
 #: Tokens of the check's prompt, and where it is cut.
 CHECK_TOKENS, FIRST_CUT, SECOND_CUT = 42, 23, 37
+#: Counts up when something else is measured, so that earlier results are not used.
+CHECKS_VERSION = 1
 #: A forward of one token takes about as long as prefilling so many.
 STEP_COST = 16
 
@@ -48,6 +50,16 @@ class KVSource(Protocol):
     tokens: int
 
     def read_layer(self, layer: int, out: torch.Tensor) -> None: ...
+
+
+@dataclass(frozen=True)
+class ContinuationChecks:
+    """What a :class:`Continuation` has measured of a model."""
+
+    in_steps: bool
+    """Whether tokens that follow a state are computed one by one."""
+    allowed: float
+    """By how much the logits behind a state may differ from those of one forward."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +87,12 @@ class LayerKV:
 class Continuation:
     """How one model continues prompts. The caller holds the model's lock and is in inference mode."""
 
-    def __init__(self, model: Any, device: torch.device) -> None:
-        """Raises :class:`UnsupportedModelError` if a continued prompt does not give a whole one's logits."""
+    def __init__(
+        self, model: Any, device: torch.device, known: ContinuationChecks | None = None
+    ) -> None:
+        """``known``: what was measured before; then a single prompt is continued, and all is measured again
+        if that fails. Raises :class:`UnsupportedModelError` if a continued prompt does not give a whole one's
+        logits."""
         self._model = model
         self._device = device
         self.dtype = model.dtype
@@ -93,7 +109,7 @@ class Continuation:
         """Layers of full attention."""
         with unsupported_if_raising(type(model).__name__, "go on from a stored beginning"):
             check_placement(model)
-            self._check()
+            self.checks = self._check(known)
 
     @property
     def layers(self) -> Sequence[nn.Module]:
@@ -179,12 +195,17 @@ class Continuation:
 
     # -- measured when the model is loaded -----------------------------------------------------------
 
-    def _check(self) -> None:
+    def _check(self, known: ContinuationChecks | None) -> ContinuationChecks:
         vocab = self._model.get_input_embeddings().num_embeddings
         ids = torch.tensor([[(29 + 53 * i + i * i) % vocab for i in range(CHECK_TOKENS)]])
         ids = ids.to(self._device)
         self._look(ids)
         whole = self._model(input_ids=ids).logits[0].float()  # [N, V]
+        if known is not None:
+            self.in_steps = known.in_steps
+            if self._continued(ids, whole) <= known.allowed:
+                return known
+            self.in_steps = False
         scale = float(whole.abs().max()) or 1.0
         precision = "bfloat16" if is_quantised(self._model) else self.layout.dtype
         allowed = clear = LOGIT_TOLERANCE[precision] * scale
@@ -215,6 +236,15 @@ class Continuation:
                 f"disturbing the states of {name} moves logits by only {disturbed:.3g}, so the check cannot "
                 "see a wrong one; use mode full"
             )
+        return ContinuationChecks(self.in_steps, allowed)
+
+    def _continued(self, ids: torch.Tensor, whole: torch.Tensor) -> float:
+        """How far logits behind a copy of a state are from ``whole`` ``[N, V]``."""
+        cache, rest = self.new_cache(), ids[:, SECOND_CUT:]
+        self.forward(ids[:, :SECOND_CUT], cache, 0)
+        restored = self.restore(self.state(cache), _Held(self.kv(cache), SECOND_CUT, 0.0))
+        ours = self.forward(rest, restored, SECOND_CUT, rest.shape[1])
+        return difference_of(ours, whole[SECOND_CUT:])
 
     def _look(self, ids: torch.Tensor) -> None:
         """Find the model's kind of cache, and the layers of full attention."""

@@ -333,6 +333,65 @@ def _power_of_two(size: float) -> float:
     return 2.0 ** round(math.log2(size)) if 0 < size < math.inf else 1.0
 
 
+@dataclass(frozen=True)
+class KnownLinear:
+    """What was measured of a :class:`LinearLayer`, without the model."""
+
+    layer: int
+    mixer: str
+    """Its name within the decoder layer."""
+    recurrent: tuple[int, ...]
+    conv: tuple[int, ...]
+    maps: tuple[str, ...]
+    """Names of :class:`Map`, for each recurrent state."""
+    constant: tuple[tuple[int, ...], ...]
+    """:attr:`RecurrentState.constant` of each."""
+
+    @classmethod
+    def of(cls, linear: LinearLayer, layers: Sequence[nn.Module]) -> KnownLinear:
+        """``layers``: the decoder layers."""
+        place, states = linear.place, linear.recurrent
+        modules = layers[place.layer].named_modules()
+        name = next(name for name, module in modules if module is linear.mixer)
+        maps, constant = (state.map.name for state in states), (state.constant for state in states)
+        return cls(place.layer, name, place.recurrent, place.conv, tuple(maps), tuple(constant))
+
+    def linear_layer(self, layers: Sequence[nn.Module], cache: Cache) -> LinearLayer:
+        """It over ``cache``, which holds some tokens."""
+        place = Place(self.layer, self.recurrent, self.conv)
+        recurrent, conv = _tensors(cache, place)
+        states = (
+            RecurrentState(tuple(s.shape), s.dtype, Map[kind], constant)
+            for s, kind, constant in zip(recurrent, self.maps, self.constant, strict=True)
+        )
+        return LinearLayer(
+            place,
+            layers[self.layer].get_submodule(self.mixer),
+            tuple(states),
+            tuple(ConvState(tuple(s.shape), s.dtype) for s in conv),
+        )
+
+
+def recalled(
+    known: Sequence[KnownLinear], layers: Sequence[nn.Module], cache: Cache
+) -> list[LinearLayer] | None:
+    """The linear layers of a model whose ``cache`` holds some tokens, if they are those of which the states
+    are ``known``; else ``None``."""
+    held = [
+        one
+        for index in range(len(cache.layers))
+        if has_states(cache, index)
+        for one in _single(Place.of_all(cache, index))
+    ]
+    own = [one for each in known for one in _single(Place(each.layer, each.recurrent, each.conv))]
+    if len(own) != len(held) or {*own} != {*held}:
+        return None
+    try:
+        return [each.linear_layer(layers, cache) for each in known]
+    except (AttributeError, KeyError, IndexError, ValueError):
+        return None  # made by other code
+
+
 # -- measured when the model is loaded ------------------------------------------------------------------
 
 

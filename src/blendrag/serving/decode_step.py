@@ -26,6 +26,7 @@ from blendrag.fusor import verdicts
 from blendrag.fusor.attention import NotServedError, attend_token, implementation, require_plain
 from blendrag.fusor.cache import BlendCache, BlendLayer
 from blendrag.fusor.pack import output_like
+from blendrag.model import measurements
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.compat import register_attention
 from blendrag.model.decode_weights import DecodeWeights
@@ -152,10 +153,10 @@ def _serves(adapter: ModelAdapter) -> bool:
     """Whether joint steps serve a hybrid model, whose layers may raise anything there."""
     try:
         key = verdicts.key_of(f"joint steps {STEPS_VERSION}", adapter)
-        serves = verdicts.recall_measured(key, bool)
+        serves = measurements.recall(key, bool)
         if serves is None:
             serves = steps_agree(adapter)
-            verdicts.remember_measured(key, serves)
+            measurements.remember(key, serves)
     except Exception as exc:
         log.info("%s decodes its requests in turns: %s", adapter.model_id, exc)
         return False
