@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import shutil
 import tomllib
 from pathlib import Path
 
@@ -20,12 +19,13 @@ from packaging.requirements import Requirement
 
 import blendrag
 import tiny
-from blendrag.demo import demo_corpus_path
+from blendrag.config import settings
 from blendrag.frameworks.engines import close_shared_engines
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import KVLayout, LayerShape
 from cli.commands import invoke
 from embedding_once import each_text_is_embedded_once
+from few_documents import few_documents
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
@@ -45,6 +45,7 @@ PYPROJECTS = [
 #: The benchmarks of README.md take minutes, and a model of billions of parameters all memory.
 SMALLER = {
     r"bench (answer|ttft)": r"bench \1 --rounds 1",
+    "bench answer": "bench answer --new-tokens 8",
     r"--geometry \S+": "--geometry tiny",
     "Qwen2.5-Coder-0.5B": "Qwen2.5-0.5B",
     "--chunk-tokens 512": "--chunk-tokens 64",
@@ -69,11 +70,14 @@ def reader(tmp_path, monkeypatch):
     for page in ("evaluation.md", "quickstart.md"):
         text = (ROOT / "docs" / page).read_text(encoding="utf-8")
         (tmp_path / "docs" / page).write_text(text[:DOCUMENT_CHARS], encoding="utf-8")
-    shutil.copytree(demo_corpus_path(), tmp_path / "src/blendrag/demo/corpus")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BLENDRAG_EMBEDDER", "minilm-offline")
-    yield tmp_path
+    monkeypatch.setenv("BLENDRAG_MAX_NEW_TOKENS", "32")  # the tiny model ends no answer
+    settings.cache_clear()
+    with few_documents(tmp_path / "src/blendrag/demo/corpus"):
+        yield tmp_path
     close_shared_engines()
+    settings.cache_clear()
 
 
 def run_in_shell(line):

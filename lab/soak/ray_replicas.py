@@ -56,21 +56,21 @@ class RayWorkload:
     alone: dict[str, str]
 
 
-def prepare(directory: Path, streams: int, tokens: int) -> None:
+def prepare(directory: Path, streams: int, tokens: int, load: int = 12) -> None:
     """Fill a store and ask one process, for :func:`measure`."""
     from blendrag.engine import BlendEngine
     from server.live import live
 
     texts = fill(directory)
-    load = [body(texts, number, 12) for number in range(12)]
+    short = [body(texts, number, 12) for number in range(load)]
     long = [body(texts, number, tokens) for number in range(100, 100 + streams)]
     engine = BlendEngine(**model_and_store(directory), learn=False)
     with engine, live(engine) as server, server.client() as client:
         alone = {
             json.dumps(asked): client.post(COMPLETIONS, json=asked).json()["choices"][0]["text"]
-            for asked in (*load, *long)
+            for asked in (*short, *long)
         }
-    (directory / ASKED).write_text(json.dumps(asdict(RayWorkload(load, long, alone))))
+    (directory / ASKED).write_text(json.dumps(asdict(RayWorkload(short, long, alone))))
 
 
 def model_and_store(directory: Path) -> dict[str, Any]:
@@ -188,9 +188,9 @@ async def until(count: int, soak: RaySoak, clients: int, pause_s: float) -> None
     assert await asyncio.to_thread(running) == count, f"expected {count} replicas"
 
 
-async def run(soak: RaySoak, most: int) -> dict[str, Any]:
+async def run(soak: RaySoak, most: int, busy_s: float) -> dict[str, Any]:
     report: dict[str, Any] = {}
-    await until(most, soak, most, BUSY_S)
+    await until(most, soak, most, busy_s)
     report["more replicas"] = soak.taken()
     begun = asyncio.Semaphore(0)
     async with asyncio.TaskGroup() as group:
@@ -214,7 +214,10 @@ async def run(soak: RaySoak, most: int) -> dict[str, Any]:
     return report
 
 
-def measure(directory: Path, replicas: int) -> dict[str, Any]:
+def measure(
+    directory: Path, replicas: int, busy_s: float = BUSY_S, **autoscaling: float
+) -> dict[str, Any]:
+    """What :func:`run` counted; ``autoscaling`` replaces fields of :data:`QUICK`."""
     from blendrag_ray.application import deployed
     from blendrag_ray.ray_session import ray_session
     from blendrag_ray.settings import ServedCluster
@@ -226,12 +229,12 @@ def measure(directory: Path, replicas: int) -> dict[str, Any]:
         port = free.getsockname()[1]
     served = ServedCluster(**model_and_store(directory), max_replicas=replicas)
     options: dict[str, Any] = {
-        "autoscaling_config": {"min_replicas": 1, "max_replicas": replicas, **QUICK}
+        "autoscaling_config": {"min_replicas": 1, "max_replicas": replicas, **QUICK, **autoscaling}
     }
     if replicas == 2:  # Serve would wait in the end for the replica that replaces the killed one
         options["graceful_shutdown_timeout_s"] = 0.5
     with ray_session(replicas), deployed(served, "127.0.0.1", port, **options):
-        return asyncio.run(run(RaySoak(f"http://127.0.0.1:{port}", asked), replicas))
+        return asyncio.run(run(RaySoak(f"http://127.0.0.1:{port}", asked), replicas, busy_s))
 
 
 def faults(report: dict[str, Any]) -> list[str]:

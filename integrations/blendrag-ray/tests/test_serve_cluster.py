@@ -15,6 +15,7 @@ from lab.soak.ray_replicas import measure, prepare
 ROOT = Path(__file__).resolve().parents[3]
 #: On a busy machine each process takes a minute to import torch.
 TIMEOUT_S = 900
+STREAMS = 4
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(TIMEOUT_S)]
 
 
@@ -31,8 +32,9 @@ def report() -> Iterator[dict[str, Any]]:
         patch.setenv("RAY_TMPDIR", directory)
         # Serve kills a proxy that is not ready after 5 s, as on a busy machine
         patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "120")
-        prepare(Path(directory), streams=6, tokens=60)
-        yield measure(Path(directory), 2)
+        prepare(Path(directory), STREAMS, tokens=40, load=4)
+        # little load, which takes the time of the replica that starts
+        yield measure(Path(directory), 2, busy_s=0.8, target_ongoing_requests=0.2)
 
 
 @pytest.mark.parametrize("phase", ["more replicas", "new requests after that"])
@@ -43,4 +45,4 @@ def test_no_request_fails_while_replicas_come_and_go(report: dict[str, Any], pha
 def test_a_killed_replica_ends_only_its_own_streams(report: dict[str, Any]):
     ended = report["streams, a replica killed"]
     assert set(ended) == {"answered", "ended with an error"}
-    assert sum(ended.values()) == 6 + 2
+    assert sum(ended.values()) == STREAMS + 2

@@ -13,10 +13,11 @@ import pytest
 
 import example_scripts
 import scripted
+from blendrag import demo
 from blendrag.config import settings
-from blendrag.demo import demo_corpus_path
 from blendrag.engine import BlendEngine
 from embedding_once import each_text_is_embedded_once
+from few_documents import few_documents
 from langchain_blendrag import close_shared_engines
 
 pytestmark = pytest.mark.slow
@@ -25,8 +26,8 @@ EXAMPLES = example_scripts.EXAMPLES
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _each_text_is_embedded_once() -> Iterator[None]:
-    with each_text_is_embedded_once():
+def _few_documents_embedded_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with each_text_is_embedded_once(), few_documents(tmp_path_factory.mktemp("corpus")):
         yield
 
 
@@ -66,7 +67,7 @@ def test_an_agent_searches_and_what_it_found_is_loaded(tmp_path: Path) -> None:
         return "Skating." if found else scripted.call("search", query=question)
 
     with scripted.engine(script, tmp_path / "store") as engine:
-        engine.ingest([demo_corpus_path()])
+        engine.ingest([demo.demo_corpus_path()])
         message = example_scripts.load("langchain_agent.py").ask(engine, question)
         assert message.content == "Skating."
         assert len(message.response_metadata["blendrag"]["chunks"]) == 4
@@ -93,7 +94,7 @@ def test_an_example_without_its_arguments_says_what_it_needs(name, says):
 def test_a_moved_app_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(demo_corpus_path(), tmp_path / "docs")
+    shutil.copytree(demo.demo_corpus_path(), tmp_path / "docs")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MODEL", "demo")
     monkeypatch.setenv("BLENDRAG_EMBEDDER", "minilm-offline")
