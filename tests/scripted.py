@@ -132,7 +132,8 @@ class ScriptedLlama(LlamaForCausalLM):
     def _begin(self, *_: Any) -> None:
         if _reply.get() is not None:
             self.forwards += 1
-            time.sleep(self.pause_s)
+            if self.pause_s:
+                time.sleep(self.pause_s)
 
     def _say(self, module: Any, args: Any, out: Any) -> None:
         reply = _reply.get()
