@@ -24,7 +24,7 @@ from lab.tests.evaluation import lab
 def small_modules() -> Iterator[None]:
     """Larger ones take seconds to cut."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("blendrag_lab.evaluation.tasks.LARGEST_MODULE", 8_000)
+        patch.setattr("blendrag_lab.evaluation.tasks.LARGEST_MODULE", 5_000)
         yield
 
 
