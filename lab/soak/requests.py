@@ -6,10 +6,10 @@ added, replaced and removed over HTTP, KV is lost, damaged, evicted and collecte
 tenths the server starts again.
 
 Afterwards each request that was answered is asked alone at a second server over the documents of that moment
-and the KV that the answer says it used: greedy and seeded texts, ends, tool calls, log probabilities, chunks
-and sources must be equal. A document that changed meanwhile may be seen as before or after. Nothing may be
-left waiting, running or in memory, and the process may not grow in the second half. Prints a line per tenth,
-with the memory of the process.
+and the KV that the answer says it used, of which what an earlier prompt's prefill left is copied: greedy and
+seeded texts, ends, tool calls, log probabilities, chunks and sources must be equal. A document that changed
+meanwhile may be seen as before or after. Nothing may be left waiting, running or in memory, and the process
+may not grow in the second half. Prints a line per tenth, with the memory of the process.
 
     make soak-requests REQUESTS=200 CLIENTS=8 SEED=7
 """
@@ -21,10 +21,11 @@ import asyncio
 import gc
 import logging
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import quoteattr
@@ -40,14 +41,19 @@ from blendrag.engine import BlendEngine
 from blendrag.engine.exact_prefixes import family_of
 from blendrag.engine.kv_writer import Job
 from blendrag.engine.request import Request
+from blendrag.engine.schemas import ENCODED_NOW, _key
 from blendrag.engine.stream import AnswerStream
 from blendrag.fusor import Fusor
 from blendrag.fusor.cache import BlendCache
 from blendrag.planning.controller import CORRUPT, IN_MEMORY, NO_KV, Controller
+from blendrag.schema.concatenation import CachedStretch, FixedPrompt
 from blendrag.server import events
 from blendrag.serving.chunk_pool import RequestKV
 from blendrag.serving.coroutine import Coroutine
 from blendrag.store import maintenance
+from blendrag.store.identity import chunk_key, is_learned, kept_namespace
+from blendrag.store.kv import ChunkKV
+from blendrag.text.prompt import Segment
 from integrity import check_tree
 from server.live import Live, live
 from server.random_client import CHAT, WRONG, Choice, Fields, RandomClient, Reply
@@ -70,6 +76,9 @@ LEAK = 0.1
 CLOSE, TIE = 1e-3, 1e-4
 #: The share of requests in whose place something is changed.
 CHURN = 0.15
+#: How reasons of chunks begin that are loaded as an earlier prompt's prefill left them, and how many versions
+#: of such KV are remembered.
+KEPT, VERSIONS = "as an earlier prompt computed it", 2
 #: What must not outlive its request.
 TRANSIENT = (AnswerStream, Coroutine, RequestKV, BlendCache)
 ENDINGS = {"whole": 4, "stream": 4, "leave": 2, "late": 1, "wrong": 1}
@@ -108,8 +117,10 @@ class ComparedRequest:
     """With those that may have been found: the last one may be taken for the question and not be told."""
     found: list[Any] = field(default_factory=list)
     """What retrieval found in each of these states."""
-    why: str = "its documents were those of no moment"
-    """The last difference."""
+    kept: Mapping[tuple[str, str], Sequence[ChunkKV]] = field(default_factory=dict)
+    """KV that earlier prompts had left when it was answered, the newest last, by namespace and key."""
+    whys: dict[str, None] = field(default_factory=dict)
+    """Its differences from the answer in each state."""
 
     @property
     def about(self) -> Fields:
@@ -197,6 +208,8 @@ class ChurnSoak(RandomClient):
         self.counts: Counter[str] = Counter()
         self.passages: dict[str, NewEntry] = {}
         """All passages that were learned, by chunk id."""
+        self.kept: dict[tuple[str, str], deque[ChunkKV]] = {}
+        """KV that prompts left, the newest last, by namespace and key."""
         self._changing = asyncio.Lock()
         self._newest = 0
 
@@ -205,15 +218,21 @@ class ChurnSoak(RandomClient):
         return self.server.engine
 
     def watch(self) -> None:
-        """Note what the server learns, as it may give that up before the answer is read."""
-        entries = self.engine.require_corpus().entries
-        put = entries.put
+        """Note what the server learns and keeps, as it may give that up before the answer is read."""
+        entries, memory = self.engine.require_corpus().entries, self.engine.store.memory
+        put, put_kv = entries.put, memory.put
 
         def noted(new: Sequence[NewEntry]) -> Any:
             self.passages.update({each.chunk.chunk_id: each for each in new})
             return put(new)
 
+        def noted_kv(namespace: str, key: str, kv: ChunkKV) -> Any:
+            if is_learned(namespace):
+                self.kept.setdefault((namespace, key), deque(maxlen=VERSIONS)).append(kv)
+            return put_kv(namespace, key, kv)
+
         entries.put = noted  # type: ignore[method-assign, assignment]
+        memory.put = noted_kv  # type: ignore[method-assign]
 
     async def one(self) -> None:
         """One random request, or a change."""
@@ -270,6 +289,9 @@ class ChurnSoak(RandomClient):
                 for name, each in self.passages.items()
                 if name in found or each.chunk.text[:40] in text
             ]
+            if any(chunk["reason"].startswith(KEPT) for chunk in asked.about["chunks"]):
+                asked.kept = {place: tuple(each) for place, each in self.kept.items()}
+                self.ended["over kept KV"] += 1
             self.ended["over exact beginnings"] += any(
                 chunk["reason"] == IN_MEMORY.text for chunk in asked.about["chunks"]
             )
@@ -543,9 +565,13 @@ class Alone:
         self.outcome = outcome
         self.changes: list[tuple[str, Fields]] = []
         self._asked: ComparedRequest
+        self._age = 0
+        """How many later versions of kept KV there are."""
         self._retrieve = self.engine.retrieve
         self.engine.retrieve = self.retrieved
         self.engine.prefixes.share = self.prepared
+        self._plan = self.engine.schemas.plan
+        self.engine.schemas.plan = self.with_modules
 
     async def compare(
         self, asked: Sequence[ComparedRequest], changes: Sequence[tuple[str, Fields]]
@@ -569,18 +595,21 @@ class Alone:
         """Whether nothing is left to compare of ``asked``."""
         if not asked.first <= state <= asked.last:
             return False
-        for passages in (asked.learned, asked.known):
+        ages = range(VERSIONS if asked.kept else 1)
+        for self._age, passages in product(ages, (asked.learned, asked.known)):
             reply = await self.ask(asked, passages)
-            asked.why = difference(asked.reply, reply)
-            if asked.why and self.is_tie(asked, reply):
+            why = difference(asked.reply, reply)
+            if why and self.is_tie(asked, reply):
                 self.outcome.ties += 1
-                asked.why = ""
-            if not asked.why or asked.body.get("cache_salt"):
+                why = ""
+            if not why:
                 break
-        if asked.why and state < asked.last:
+            asked.whys[why] = None
+        if why and state < asked.last:
             return False
-        if asked.why:
-            self.outcome.differences.append(f"{asked.why}: {asked.body}, {asked.about}")
+        if why:
+            whys = " and ".join(asked.whys)
+            self.outcome.differences.append(f"{whys}: {asked.body}, {asked.about}")
         self.outcome.compared += 1
         self.outcome.while_changing += asked.first < asked.last
         return True
@@ -588,6 +617,9 @@ class Alone:
     async def ask(self, asked: ComparedRequest, passages: Sequence[NewEntry]) -> Reply:
         """``passages``: those that were learned."""
         self._asked = asked
+        tokens = self.engine.planner.kept._tokens
+        tokens.clear()  # what this server's own prefills left
+        tokens[""] = 0  # there may be some
         corpus = self.engine.require_corpus()
         if passages:
             corpus.entries.put(passages)
@@ -635,6 +667,9 @@ class Alone:
         for segment, chunk in zip(segments, chunks, strict=True):
             if chunk["reason"] == IN_MEMORY.text:
                 held = segment.end
+            elif chunk["reason"].startswith(KEPT):
+                self.engine.store.delete(*controller._place(segment))
+                self.keep(request, controller, segment)
             elif chunk["reason"] in (NO_KV.text, CORRUPT.text):
                 self.engine.store.delete(*controller._place(segment))
             else:
@@ -648,6 +683,32 @@ class Alone:
             tree = prefixes._tree_for(self.engine.adapter.weights_now())
             tree.insert(family_of(request), request.prompt.ids[:held], cache.buffers(held))
         return ()
+
+    def keep(self, request: Request, controller: Controller, segment: Segment) -> None:
+        """What an earlier prompt left of this chunk."""
+        engine, scope = self.engine, request.options.scope
+        assert scope is not None
+        within = kept_namespace(engine.kv_namespace.validity.namespace, scope)
+        key = chunk_key(within, controller.prefix_ids, segment.stored_ids)
+        versions = self._asked.kept[within, key]
+        kv = versions[max(0, len(versions) - 1 - self._age)]
+        engine.store.delete(within, key)
+        engine.store.memory.put(within, key, kv)
+        engine.planner.kept._tokens[key] = kv.tokens
+
+    def with_modules(self, placed: FixedPrompt, *more: Any) -> Any:
+        """A plan over a store that has the modules that the answer says were stored, and no others of it."""
+        schemas, store = self.engine.schemas, self.engine.store
+        namespace, missing = schemas._namespace(), list[str]()
+        parts = [part for part in placed.parts if isinstance(part, CachedStretch)]
+        for part, chunk in zip(parts, self._asked.about["chunks"], strict=True):
+            if chunk["reason"] == ENCODED_NOW.text:
+                missing.append(_key(namespace, part.block, part.start, part.end))
+            elif schemas._missing(namespace, part.block):
+                schemas._encode(namespace, part.block)
+        for key in missing:
+            store.delete(namespace, key)
+        return self._plan(placed, *more)
 
     def is_tie(self, asked: ComparedRequest, reply: Reply) -> bool:
         """Whether the texts differ from a token on that was as likely as another one."""
@@ -674,11 +735,7 @@ def compared(reply: Reply) -> list[Any]:
     return [
         (
             *((name, about[name]) for name in names),
-            # modules of schemas are exact, encoded now or before
-            [
-                (chunk["chunk_id"], chunk["tokens"], about["mode"] != "schema" and chunk["outcome"])
-                for chunk in about["chunks"]
-            ],
+            [(chunk["chunk_id"], chunk["tokens"], chunk["outcome"]) for chunk in about["chunks"]],
             [
                 (each["chunk_id"], each["source"], each["start"])
                 for each in about.get("sources", ())
