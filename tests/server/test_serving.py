@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import httpx
@@ -11,16 +12,18 @@ import pytest
 from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
+import scripted
 import tiny
 from blendrag.cli import serve
 from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError, ModelLoadError, UnsupportedModelError
 from blendrag.server.admission import TTFT_BUCKETS_S
+from blendrag.server.cross_origin import checked_origins
 from blendrag.server.running import server_of
 from blendrag.server.service import open_engine
 from cli.commands import invoke, refused, save_model, start
 from server.conftest import QUESTION
-from server.live import live, until
+from server.live import CHAT, HELLO, live, until
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +180,23 @@ def test_metrics_count_what_was_asked(demo_engine: BlendEngine) -> None:
         within = sum(each <= limit for each in taken_s)
         assert found["blendrag_ttft_seconds_bucket", f"{limit:g}"] == within
     assert any(name.startswith("blendrag_store_") for name in families)
+
+
+def test_a_server_and_its_engine_leave_no_thread(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    origins = checked_origins(["*"])  # a layer around the application
+    with (
+        tiny.engine(tiny.llama(), tmp_path, tokenizer=scripted.tokenizer()) as engine,
+        live(engine, origins=origins) as server,
+        server.client() as client,
+    ):
+        asked = {"messages": HELLO, "max_tokens": 1}
+        assert client.post(CHAT, json=asked).status_code == 200
+        assert client.post("/v1/embeddings", json={"input": "Hello"}).status_code == 200
+        assert client.get("/v1/documents").status_code == 200
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+        assert not thread.is_alive(), thread
 
 
 def test_an_embedder_that_cannot_be_loaded_is_a_note(demo_engine, monkeypatch) -> None:

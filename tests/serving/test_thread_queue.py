@@ -43,6 +43,21 @@ async def test_a_cancelled_call_leaves_the_queue_and_what_it_holds() -> None:
     assert queue.state == QueueState("x", 0, 0, 0.0)
 
 
+def test_a_closed_queue_ends_its_threads_after_their_calls() -> None:
+    queue, release = ThreadQueue("x", 1), threading.Event()
+    threads = [queue.submit(lambda: release.wait() and threading.current_thread())]
+    queue.close()
+    threads.append(queue.submit(threading.current_thread))
+    release.set()
+    assert len({each.result() for each in threads}) == 2
+    queue.close()
+    queue.close()
+    for each in threads:
+        each.result().join(60)
+        assert not each.result().is_alive()
+    assert queue.state == QueueState("x", 0, 0, 0.0)
+
+
 async def test_a_running_call_is_told_that_its_caller_has_left() -> None:
     queue, left, ended = ThreadQueue("x", 1), threading.Event(), []
 

@@ -113,6 +113,11 @@ class Answering:
         """Prompts of asynchronous calls that wait."""
         return [self._threads.state, self._long_threads.state]
 
+    def close(self) -> None:
+        """End the threads that prepare prompts."""
+        self._threads.close()
+        self._long_threads.close()
+
     async def _start_off_loop(
         self, prompts: Sequence[Prompt], options: Options, keep_errors: bool
     ) -> list[PendingAnswer | Exception]:

@@ -573,6 +573,7 @@ class BlendEngine:
         """
         self.library.additions.stop()
         self.scheduler.close()
+        self._answering.close()
         self.library.additions.close()
         self.prefixes.close()
         self.kv_namespace.close()

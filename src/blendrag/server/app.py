@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Annotated, Any
 
@@ -34,7 +36,15 @@ EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 def create_app(service: Service, *others: Service) -> ASGIApp:
     """The ASGI application; the caller opens and closes the engines. ``others`` were made with
     :meth:`Service.beside`."""
-    app = FastAPI(title="blendrag", docs_url=None, redoc_url=None, redirect_slashes=False)
+
+    @asynccontextmanager
+    async def serving(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    app = FastAPI(
+        title="blendrag", docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=serving
+    )
     most = service.limits.max_body_bytes
     app.add_middleware(
         AccessControlMiddleware, keys=service.keys, max_body_bytes=most, hosts=service.hosts

@@ -121,6 +121,11 @@ class Service:
         own = self.questions, self.embeddings, self.changes, self.reads
         return [*self.engine.queues, *(queue.state for queue in own)]
 
+    def close(self) -> None:
+        """End the threads of this server, which those beside it share."""
+        for queue in (self.questions, self.embeddings, self.changes, self.reads):
+            queue.close()
+
     @property
     def model_id(self) -> str:
         return self.name or short_model(self.engine.model_name)

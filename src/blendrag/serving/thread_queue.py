@@ -62,9 +62,10 @@ class ThreadQueue:
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queue ``call``, to be run in the caller's context. Raises :class:`NoThreadError`."""
         with self._lock:
-            if self._pool is None or self._pid != os.getpid():  # a fork has none of its threads
+            if self._pid != os.getpid():  # a fork has none of its threads
+                self._pool, self._pid, self._waiting, self._running = None, os.getpid(), 0, 0
+            if self._pool is None:
                 self._pool = ThreadPoolExecutor(self._threads, f"blendrag-{self.name}")
-                self._pid, self._waiting, self._running = os.getpid(), 0, 0
             if not (self._waiting or self._running):
                 self._moved_at = self._clock()
             self._waiting += 1
@@ -121,6 +122,13 @@ class ThreadQueue:
             return await asyncio.wrap_future(self.submit(work))
         finally:
             is_over.set()
+
+    def close(self) -> None:
+        """End the threads once their calls are over; a later call starts new ones. Idempotent."""
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None and self._pid == os.getpid():
+            pool.shutdown(wait=False)
 
     def _count(self, waiting: int = 0, running: int = 0) -> None:
         with self._lock:
