@@ -59,9 +59,11 @@ def share_of(counts: list[Counts]) -> tuple[float, str]:
 
 @contextmanager
 def demo_engine(
-    chunk_tokens: int | None = None, documents: Sequence[Path] = (demo_corpus_path(),)
+    chunk_tokens: int | None = None, documents: Sequence[Path] | None = None
 ) -> Iterator[BlendEngine]:
-    """The embedded model over ``documents``."""
+    """The embedded model over ``documents``; by default those of its own corpus."""
+    if documents is None:
+        documents = [demo_corpus_path()]
     with (
         tempfile.TemporaryDirectory() as store,
         BlendEngine("demo", store, chunk_tokens=chunk_tokens, embedder="minilm-offline") as engine,

@@ -22,5 +22,6 @@ def few_documents(folder: Path) -> Iterator[Path]:
     for path in sorted(demo_corpus_path().iterdir())[:COUNT]:
         shutil.copy(path, folder)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("blendrag.demo.demo_corpus_path", lambda: folder)
+        # not the function, which examples import by name
+        patch.setattr("blendrag.demo._CORPUS", folder)
         yield folder

@@ -688,7 +688,7 @@ class Alone:
         """What an earlier prompt left of this chunk."""
         engine, scope = self.engine, request.options.scope
         assert scope is not None
-        within = kept_namespace(engine.kv_namespace.validity.namespace, scope)
+        within = kept_namespace(controller.namespace, scope)
         key = chunk_key(within, controller.prefix_ids, segment.stored_ids)
         versions = self._asked.kept[within, key]
         kv = versions[max(0, len(versions) - 1 - self._age)]

@@ -39,6 +39,7 @@ class Question:
 
 
 _HERE = Path(__file__).parent
+_CORPUS = _HERE / "corpus"
 
 
 def demo_model_path() -> Path:
@@ -53,7 +54,7 @@ def demo_writer_path() -> Path:
 
 def demo_corpus_path() -> Path:
     """The directory of the demo corpus: ``*.txt`` files with names that are not in the training data."""
-    return _HERE / "corpus"
+    return _CORPUS
 
 
 def demo_questions() -> tuple[Question, ...]:
