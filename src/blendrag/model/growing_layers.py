@@ -1,8 +1,9 @@
 """Layers of a cache that append K and V in place.
 
 transformers' layers concatenate, which copies all K and V for each decoded token. Here they are the beginning
-of a larger buffer. A layer holds no other reference to it than ``keys`` and ``values``, so it may be copied,
-cut or given other K and V at any time: it then gets another buffer with its next token.
+of a larger buffer. A layer holds no other reference to it than ``keys`` and ``values``, so it may be copied
+deeply or given other K and V at any time: it then gets another buffer with its next token. One that was cut
+goes on in its buffer, over what was cut off; shallow copies would write over each other's tokens.
 """
 
 from __future__ import annotations
