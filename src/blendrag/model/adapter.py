@@ -406,13 +406,12 @@ class ModelAdapter:
         Raises :class:`UnsupportedModelError` for weights that cannot be seen to change.
         """
         found, config = fingerprint.loaded(self.model), self.model.config
+        # its code need not be transformers' own
         code = Path(getattr(sys.modules[type(self.model).__module__], "__file__", None) or "")
         text = config.get_text_config(decoder=True)
         parts = (
             type(self.model).__qualname__,
-            code.read_text(encoding="utf-8")
-            if code.is_file()
-            else "",  # not always transformers' own
+            code.read_text(encoding="utf-8") if code.is_file() else "",
             self._digests.fingerprint(found, self._digests.marks(found)),
             found.adapters,
             fingerprint.weight_quantization(config),
