@@ -29,6 +29,7 @@ from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import Blending, SelectionPolicy
 from blendrag.model import ModelAdapter
+from blendrag.model.continuation import Continuation, KVSource, State
 from blendrag.serving.scheduler import Pending
 from blendrag.store.identity import chunk_key, learned_namespace
 from blendrag.store.kv import ChunkKV
@@ -512,6 +513,20 @@ def stock(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.float() - b.float()).abs().max())
+
+
+def forget_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hybrid models go on from states of zeros."""
+    stock = Continuation.restore
+
+    def forgetting(self: Continuation, state: State, kv: KVSource) -> Any:
+        cache: Any = stock(self, state, kv)
+        for layer in cache.layers:
+            for held in getattr(layer, "recurrent_states", {}).values():
+                held.zero_()
+        return cache
+
+    monkeypatch.setattr(Continuation, "restore", forgetting)
 
 
 def one_sentence(text: str) -> bool:

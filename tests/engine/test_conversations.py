@@ -17,7 +17,6 @@ from blendrag.config import settings
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.errors import RequestCancelled, UnsupportedModelError
 from blendrag.model import continuation, linear_layers
-from blendrag.model.continuation import Continuation
 from integrity import check_tree
 
 pytestmark = pytest.mark.timeout(120)
@@ -464,16 +463,7 @@ def test_chunks_in_an_exact_beginning_are_reused(engine):
 
 
 def test_a_model_that_goes_on_wrongly_answers_in_mode_full_only(tmp_path, monkeypatch):
-    stock = Continuation.restore
-
-    def forgetting(self: Continuation, state: Any, kv: Any) -> Any:
-        cache = stock(self, state, kv)
-        for layer in cache.layers:
-            for held in getattr(layer, "recurrent_states", {}).values():
-                held.zero_()
-        return cache
-
-    monkeypatch.setattr(Continuation, "restore", forgetting)
+    tiny.forget_states(monkeypatch)
     adapter = tiny.adapter(tiny.family("qwen3_5", initializer_range=0.2))
     assert adapter.continuation is None
     assert (adapter.refusal or "").endswith("use mode full")

@@ -11,7 +11,6 @@ import torch
 
 import tiny
 from blendrag.model import ModelAdapter, continuation, linear_layers, measurements
-from blendrag.model.continuation import Continuation
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
@@ -79,16 +78,7 @@ def test_another_model_dtype_library_or_check_is_measured(monkeypatch):
 def test_a_remembered_model_that_goes_on_wrongly_is_refused(monkeypatch):
     model = tiny.family("qwen3_5", initializer_range=0.2)
     assert tiny.adapter(model).continuation is not None
-    stock = Continuation.restore
-
-    def forgetting(self: Continuation, state: Any, kv: Any) -> Any:
-        cache = stock(self, state, kv)
-        for layer in cache.layers:
-            for held in getattr(layer, "recurrent_states", {}).values():
-                held.zero_()
-        return cache
-
-    monkeypatch.setattr(Continuation, "restore", forgetting)
+    tiny.forget_states(monkeypatch)
     assert tiny.adapter(model).continuation is None
 
 
