@@ -210,5 +210,5 @@ def test_prompts_without_chunks_go_on_from_states_in_the_default_mode(engine):
 
 
 def test_what_recomputes_tokens_is_refused_in_one_sentence(engine):
-    with tiny.refuses("reused or recomputed as a whole", UnsupportedModelError):
+    with tiny.refuses("only recomputed from their beginning on", UnsupportedModelError):
         engine.profile()

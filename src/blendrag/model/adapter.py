@@ -213,8 +213,8 @@ class ModelAdapter:
         self.require_blendable()
         if self.composition is not None:
             raise UnsupportedModelError(
-                f"{self.model_id} has layers with running states, so its chunks are reused or recomputed as "
-                "a whole; this works for models of attention alone"
+                f"{self.model_id} has layers with running states, so its chunks are only recomputed from "
+                "their beginning on; this works for models of attention alone"
             )
 
     def require_mode(self, mode: str) -> None:
