@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.database import DOCUMENT
 from blendrag.engine import BlendEngine, Document
-from cli.commands import ask, ingest_args, invoke, printed, refused, reused_tokens
+from cli.commands import ingest_args, invoke, printed, refused
 
 
 def listed(store: Path) -> dict[str, bool]:
@@ -83,29 +82,3 @@ def test_prune_keeps_texts_whose_name_only_looks_like_a_path_of_the_folder(
         report = engine.ingest(["."], prune=True).whole()
     assert (report.pruned, report.gone) == (0, [])
     assert listed(store)["1"] is False
-
-
-def test_a_store_with_paths_as_they_were_spelled_goes_on_working(
-    store, model_dir, ingested, monkeypatch
-):
-    docs = ingested.parent / "docs"
-    monkeypatch.chdir(docs.parent)
-    with Corpus.open(store) as corpus, corpus.file.writing() as connection:
-        for number, source, title, digest, _, *rest, _ in connection.execute(
-            f"SELECT {DOCUMENT.selected} FROM document"
-        ).fetchall():
-            row = f"docs/{Path(source).name}", title, digest, "{}"  # as earlier versions wrote it
-            changed = "UPDATE document SET source = ?, metadata = '{}' WHERE id = ?"
-            connection.execute(changed, (row[0], number))
-            DOCUMENT.seal(connection, number, *row, *rest)
-    assert {row["source"] for row in printed("list", "--store", store)["documents"]} == {
-        f"docs/d{i}.txt" for i in range(3)
-    }
-    assert reused_tokens(store) > 0
-    removed = invoke("remove", docs / "d0.txt", "--store", store)
-    assert (removed.exit_code, removed.stdout) == (0, "1 document removed\n")
-    again = printed(*ingest_args(docs / "d1.txt", model_dir, store))
-    assert again["chunks_computed"] == 0
-    with Corpus.open(store, read_only=True) as corpus:
-        assert corpus.sources() == [str(docs / "d1.txt"), "docs/d2.txt"]
-    assert ask(store)["metrics"]["reused_tokens"] > 0

@@ -13,15 +13,13 @@ from blendrag.corpus import full_text
 from blendrag.corpus.corpus import Corpus, check_corpus
 from blendrag.corpus.database import FILE_NAME
 from blendrag.corpus.search import SearchQuery
+from blendrag.errors import CorpusError
+from blendrag.store import databases
 from blendrag.text.readers import Document
-from corpus.small_corpus import MANIFEST, change, chunk_of, make_corpus, put, text_of, vector_of
+from corpus.small_corpus import change, chunk_of, make_corpus, put, text_of, vector_of
 
-#: Makes a corpus one of the format before full text.
-EARLIER = (
-    "DROP TABLE full_text",
-    "DELETE FROM meta WHERE key = 'full_text'",
-    "PRAGMA user_version = 3",
-)
+#: Makes a corpus one that has lost its index.
+LOST = ("DROP TABLE full_text", "DELETE FROM meta WHERE key = 'full_text'")
 
 
 @pytest.fixture
@@ -99,17 +97,16 @@ def test_a_change_that_fails_changes_no_row_of_the_index(
 # -- building -------------------------------------------------------------------------------------
 
 
-def test_a_corpus_of_the_format_before_gets_its_index_at_the_first_search(
+def test_an_index_that_was_lost_is_built_at_the_first_search(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    execute(root, *EARLIER)
+    execute(root, *LOST)
     change(root)  # it can be changed before it is searched
     with Corpus.open(root) as corpus:
         assert lexical(corpus, "document 1 lamp 8")[0] == text_of(1, 1)
         indexed(corpus)
     assert "building the full-text index" in caplog.text
     assert check_corpus(root).is_good
-    assert execute(root, "PRAGMA user_version") == [(4,)]
     caplog.clear()
     with Corpus.open(root) as corpus:
         assert lexical(corpus, "document 1 lamp 8")[0] == text_of(1, 1)
@@ -119,7 +116,7 @@ def test_a_corpus_of_the_format_before_gets_its_index_at_the_first_search(
 def test_a_read_only_corpus_without_an_index_is_searched_by_vectors_with_a_note(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    execute(root, *EARLIER)
+    execute(root, *LOST)
     with Corpus.open(root, read_only=True) as corpus:
         for mode in ("hybrid", "lexical"):
             assert corpus.searches.available(mode) == "dense"
@@ -130,7 +127,7 @@ def test_a_read_only_corpus_without_an_index_is_searched_by_vectors_with_a_note(
 def test_an_interrupted_build_goes_on_and_follows_changes(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    execute(root, *EARLIER)
+    execute(root, *LOST)
     monkeypatch.setattr(full_text, "BATCH_PASSAGES", 4)
     with Corpus.open(root) as corpus:
         batches = iter(range(2))
@@ -151,7 +148,7 @@ def test_an_interrupted_build_goes_on_and_follows_changes(
 
 
 def test_damage_during_a_build_costs_no_search(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    execute(root, *EARLIER)
+    execute(root, *LOST)
     monkeypatch.setattr(full_text, "BATCH_PASSAGES", 4)
     with Corpus.open(root) as corpus:
         index = corpus.searches.full_text
@@ -291,7 +288,7 @@ def test_terms_in_most_passages_are_left_out_of_a_large_corpus(
 def test_one_thread_builds_while_others_search_by_vectors(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    execute(root, *EARLIER)
+    execute(root, *LOST)
     with Corpus.open(root) as corpus:
         with corpus.searches.full_text.building:
             assert corpus.searches.available("hybrid") == "dense"
@@ -312,8 +309,12 @@ def test_a_damaged_index_that_another_thread_builds_again_is_not_emptied(root: P
         assert corpus.file.rows("SELECT rowid FROM full_text") == built != []
 
 
-def test_the_manifest_of_an_earlier_corpus_stays(root: Path) -> None:
-    execute(root, *EARLIER)
-    with Corpus.open(root) as corpus:
-        assert lexical(corpus, "lamp 8")
-        assert corpus.manifest == MANIFEST
+def test_a_python_without_fts5_is_refused_in_one_sentence(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(schema: str) -> None:
+        raise sqlite3.OperationalError("no such module: fts5")
+
+    monkeypatch.setattr(databases, "objects_made_by", lacks)
+    with pytest.raises(CorpusError, match="lacks FTS5, expected one that has it"):
+        Corpus.open(root)

@@ -13,15 +13,12 @@ import pytest
 import torch
 
 import tiny
-from blendrag.corpus.corpus import Corpus
 from blendrag.engine import BlendEngine, Options, kv_validity
 from blendrag.engine.kv_validity import PROBE_TOLERANCE, _alike, _encoded
-from blendrag.errors import CorpusError
 from blendrag.fusor import gate
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.encodings.codec import CodedBlock, Int8
 from blendrag.store.kv import ChunkKV
-from cli.commands import refused
 
 DOCUMENTS = [tiny.document(i) for i in range(3)]
 REUSE = Options(mode="reuse")
@@ -108,23 +105,6 @@ def test_a_blend_over_encoded_kv_is_near_one_over_native_kv(engines, options):
     full = logits(engines["native"], Options(mode="full"))
     assert tiny.difference(native, full) > 2 * NEAR
     assert torch.equal(logits(engines["int8"], Options(mode="full")), full)
-
-
-def test_a_store_in_fp8_of_an_earlier_version_is_refused_and_says_to_ingest_again(tmp_path):
-    with made(tmp_path / "s") as engine:
-        engine.ingest(DOCUMENTS[:1])
-        prompt = tiny.prompt(engine, 0)
-    with Corpus.open(tmp_path / "s") as corpus:
-        written = corpus.manifest.to_json().replace('"native"', '"fp8"')
-        corpus.file.set_meta("manifest", written)
-    with made(tmp_path / "s") as engine:
-        answer = engine.generate(prompt)
-        assert answer.metrics.reused_tokens == 0
-        assert any("ingest the documents again" in note for note in answer.metrics.notes)
-        with tiny.refuses("encoding fp8, .* again, into another store", CorpusError):
-            engine.ingest(DOCUMENTS)
-    said = refused("ask", "What?", "--store", tmp_path / "s", "--model", "demo")
-    assert "ingest the documents again, into another store" in said
 
 
 @pytest.mark.slow

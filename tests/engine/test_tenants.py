@@ -193,21 +193,6 @@ def test_a_guess_word_by_word_tells_nothing_until_the_passage_is_whole(tmp_path,
         assert told(head) == told(wrong)
 
 
-def test_passages_that_earlier_versions_learned_are_forgotten(tmp_path):
-    with made(tmp_path) as engine:
-        engine.ingest([tiny.document(9, 3)])
-        from blendrag.engine.library import Entry
-
-        engine.library.add([Entry(f"{LEARNED}: x", TEXTS[0], parent=LEARNED)], embed=False)
-    with made(tmp_path, read_only=True) as engine:
-        assert engine.generate(prompt(0), LIMIT).metrics.chunks == ()
-    with made(tmp_path) as engine:
-        assert engine.generate(prompt(0), LIMIT).metrics.chunks == ()
-        assert not list(engine.library.entries(parent=LEARNED))
-        engine.ingest([tiny.document(8, 3)])
-        assert tiny.stored_kv(engine, engine.kv_namespace.model.text_ids(TEXTS[0])) is None
-
-
 def test_an_engine_takes_a_tenant_as_an_option(tmp_path):
     with BlendEngine(tiny.llama(), tmp_path, tokenizer=tiny.tokenizer()) as engine:
         answer = engine.generate("Hello.", tenant="mine", max_new_tokens=2)

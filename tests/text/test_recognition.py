@@ -17,7 +17,7 @@ from blendrag.text import recognition
 from blendrag.text.chunking import canonical
 from blendrag.text.matches import MIN_LETTERS, Match, is_recognisable, letters_in
 from blendrag.text.prompt import SEAM_TOKENS, SegmentedPrompt, _aligned, segment_prompt
-from blendrag.text.recognition import HASHES_BYTES, MAX_COMPARED, ChunkIndex, chunk_hashes
+from blendrag.text.recognition import MAX_COMPARED, ChunkIndex, chunk_hashes
 
 PROSE = (
     "The lighthouse on the northern cape was built in 1871 by a family of masons from the valley. "
@@ -148,14 +148,6 @@ def test_a_learned_passage_is_not_found_in_part():
     learned.add({"a": chunk_hashes(LONG)})
     assert learned.find(LONG[len(LONG) // 4 :]) == []
     assert [match.chunk_id for match in learned.find(LONG)] == ["a"]
-
-
-def test_chunks_that_were_stored_without_samples_are_found_as_before():
-    index = ChunkIndex({"a": LONG}.__getitem__)
-    index.add({"a": chunk_hashes(LONG)[:HASHES_BYTES]})
-    assert [match.complete for match in index.find(LONG)] == [True]
-    assert [match.head for match in index.find(LONG[: len(LONG) // 2])] == [0]
-    assert index.find(LONG[len(LONG) // 4 :]) == []
 
 
 def test_chunks_with_few_letters_are_matched_only_without_strict():

@@ -355,7 +355,6 @@ class DistributedIngest:
             except InvalidInputError as bad:
                 report.failures.append(named_failure(first["source"], bad))
                 return
-        self._rows.remove_other_spellings(first["source"])
         report.documents += 1
         self._languages.add("\n".join(row["text"] for row in rows))
         report.documents_unchanged += is_unchanged and not any(row["computed"] for row in rows)

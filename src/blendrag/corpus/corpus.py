@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,9 +20,9 @@ from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.search import CorpusSearch, FoundChunk, SearchQuery
 from blendrag.corpus.selection import Selections
 from blendrag.corpus.vectors import VectorIndex, vector_of
-from blendrag.errors import BlendragError, CorpusError, InvalidInputError
+from blendrag.errors import CorpusError, InvalidInputError
 from blendrag.text.chunking import Chunk, scope_of
-from blendrag.text.readers import FILE_DATE, Document
+from blendrag.text.readers import Document
 from blendrag.text.recognition import HASHES_BYTES, ChunkIndex, chunk_hashes
 from blendrag.wording import quoted
 
@@ -99,12 +98,7 @@ class Corpus:
             raise CorpusError(
                 f"{directory} cannot be made ({exc.strerror}); choose a store that can be written"
             ) from exc
-        corpus = cls(CorpusFile(directory, create=create))
-        if exists:
-            with suppress(BlendragError):  # then it is not found in prompts all the same
-                if earlier := documents.entries_learned_earlier(corpus.file):
-                    corpus.entries.remove(earlier)
-        return corpus
+        return cls(CorpusFile(directory, create=create))
 
     def close(self) -> None:
         """Close the file. Idempotent."""
@@ -154,7 +148,6 @@ class Corpus:
             if not self.has_manifest or not self.has_documents:
                 self.file.set_meta("manifest", manifest.to_json())
             self._begun = self.manifest
-        documents.add_samples(self.file)
 
     def require_begun(self) -> None:
         """Raise :class:`CorpusError` if another process has replaced the manifest since :meth:`begin`."""
@@ -193,12 +186,6 @@ class Corpus:
         """Sources of the documents that are no entries, sorted."""
         return [source for source in self.sources() if not source.startswith(database.ENTRY_SOURCE)]
 
-    def is_named(self, source: str) -> bool:
-        """Whether a relative source is a name that was given to a document. Earlier versions stored files
-        under relative paths, without their dates."""
-        rows = self.file.sound_rows((database.DOCUMENT,), "WHERE source = ?", source)
-        return not os.path.isabs(source) and any(FILE_DATE in row[4] for (row,) in rows)
-
     def sources_of(self, path: Path | str) -> list[str]:
         """Sources of the documents read from a file, or from the files below a directory, in any spelling.
 
@@ -206,14 +193,8 @@ class Corpus:
         """
         spelled, name = Path(path).as_posix(), os.path.realpath(path)
         sources = self.file_sources()
-        found = [
-            source
-            for source in sources
-            if is_at(resolved(source), name) and not self.is_named(source)
-        ]
-        files = set(filter(os.path.isabs, found))
-        # a relative source next to the file itself is a name; stores of earlier versions have no such pairs
-        found = [each for each in found if each in files or resolved(each) not in files]
+        files = filter(os.path.isabs, sources)  # relative sources are names
+        found = [source for source in files if is_at(resolved(source), name)]
         return found or [source for source in sources if is_at(source, spelled)]
 
     def documents(self) -> list[StoredDocument]:
@@ -396,8 +377,6 @@ class _CurrentChunkIndex:
         self._text_of = text_of
         self._documents = ChunkIndex(text_of)
         self._learned: dict[str, ChunkIndex] = {}
-        self._hidden: set[str] = set()
-        """What earlier versions learned, for nobody knows whom; a corpus that can be written forgets it."""
         self._generation = -1
         self._last = 0
 
@@ -417,11 +396,9 @@ class _CurrentChunkIndex:
         )
         sound = [row for row in rows if _is_sound(row)]
         ((count,),) = self._file.rows(f"SELECT count(*) FROM {database.HASHES.name}")
-        if not self._last:
-            self._hidden = documents.learned_earlier(self._file)
         base = len(self._documents)
         size = base + sum(len(index) - base for index in self._learned.values())
-        if self._last and count != size + len(self._hidden) + len(rows):
+        if self._last and count != size + len(rows):
             present = {row[0] for row in self._file.rows("SELECT chunk_id FROM chunk")}
             for index in (self._documents, *self._learned.values()):
                 for chunk_id in index.ids():
@@ -440,8 +417,7 @@ class _CurrentChunkIndex:
         """Each chunk to the index it belongs to."""
         by_scope: dict[str | None, dict[str, bytes]] = {}
         for chunk_id, packed in hashes.items():
-            if chunk_id not in self._hidden:
-                by_scope.setdefault(scope_of(chunk_id), {})[chunk_id] = packed
+            by_scope.setdefault(scope_of(chunk_id), {})[chunk_id] = packed
         for scope, chunks in by_scope.items():
             index = self._documents
             if scope is not None:

@@ -16,8 +16,7 @@ Invariants of the tables:
   ids than all earlier ones.
 - ``entry`` names documents that were added by id, with one chunk each; their source begins with
   :data:`ENTRY_SOURCE`.
-- ``full_text`` has a row per passage with a vector (:mod:`blendrag.corpus.full_text`). Files of format 3 lack
-  it until they are searched.
+- ``full_text`` has a row per passage with a vector (:mod:`blendrag.corpus.full_text`).
 - ``dropped`` records texts that no document holds although their KV may be stored: removed ones (``since``
   0), or ones whose addition has begun (``since`` 1) and has not ended.
 """
@@ -34,7 +33,6 @@ import struct
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -59,8 +57,6 @@ DIRECTORY = "corpus"
 FILE_NAME = "corpus.sqlite"
 APPLICATION_ID = 0x424C5247  # "BLRG"
 SCHEMA_VERSION = 4
-#: Without the full-text index, which it then gets.
-EARLIER_VERSION = 3
 #: Largest text, vector or row; SQLite reads and writes nothing larger.
 MAX_ROW_BYTES = 128 * 1024**2
 #: How long one process waits for another's transaction.
@@ -239,8 +235,6 @@ CHUNK = CheckedTable("chunk", id=int, chunk_id=str, text=str, tokens=int)
 PASSAGE = CheckedTable("passage", id=int, document=int, chunk=int, start=int, end=int, vector=bytes)
 ENTRY = CheckedTable("entry", id=str, document=int, parent=str, given=str | None)
 HASHES = CheckedTable("anchor", id=int, chunk=int, chunk_id=str, packed=bytes)
-#: Set if no hashes are those of an earlier version, which cannot find parts of a chunk.
-HAS_SAMPLES = "samples"
 DROPPED = CheckedTable("dropped", chunk_id=str, text=str, since=float)
 TABLES = (META, DOCUMENT, CHUNK, PASSAGE, ENTRY, HASHES, DROPPED)
 
@@ -416,33 +410,28 @@ def _create_tables(connection: sqlite3.Connection, path: Path) -> None:
         for statement in _SCHEMA.split(";"):
             connection.execute(statement)
         META.put(connection, "generation", "0")
-        META.put(connection, HAS_SAMPLES, "1")
-        if has_full_text():
-            connection.execute(FULL_TEXT_SCHEMA)
-            META.put(connection, FULL_TEXT, str(TERMS_VERSION))
+        connection.execute(FULL_TEXT_SCHEMA)
+        META.put(connection, FULL_TEXT, str(TERMS_VERSION))
         connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        version = SCHEMA_VERSION if has_full_text() else EARLIER_VERSION
-        connection.execute(f"PRAGMA user_version = {version}")
+        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
 
-@cache
-def has_full_text() -> bool:
-    """Whether this Python's SQLite has FTS5."""
-    return bool(_full_text_objects())
-
-
-@cache
 def _full_text_objects() -> frozenset[tuple[str, str, str]]:
-    with suppress(sqlite3.OperationalError):
+    """Raises :class:`CorpusError` if this Python's SQLite lacks FTS5."""
+    try:
         return databases.objects_made_by(FULL_TEXT_SCHEMA)
-    return frozenset()
+    except sqlite3.OperationalError as exc:
+        raise CorpusError(
+            f"SQLite {sqlite3.sqlite_version} of this Python lacks FTS5, expected one that has it; use "
+            "another Python"
+        ) from exc
 
 
 def _is_corpus(connection: sqlite3.Connection, path: Path) -> bool:
     """Whether the file is a corpus of this version (True) or still empty (False)."""
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    objects = databases.objects_of(connection)
+    objects, full_text = databases.objects_of(connection), _full_text_objects()
     if application == 0 and version == 0 and not objects:
         return False
     if application != APPLICATION_ID:
@@ -450,20 +439,15 @@ def _is_corpus(connection: sqlite3.Connection, path: Path) -> bool:
             f"{path} is a database of another program, expected a blendrag corpus; "
             "choose another store"
         )
-    if version not in (EARLIER_VERSION, SCHEMA_VERSION):
+    if version != SCHEMA_VERSION:
         newer = "a newer blendrag: upgrade, or ingest into another store"
         older = f"an older blendrag: delete the directory {path.parent} and ingest again"
         raise CorpusError(
             f"{path} has format {version}, expected {SCHEMA_VERSION}; it was written by "
             f"{newer if version > SCHEMA_VERSION else older}"
         )
-    if version == SCHEMA_VERSION and not has_full_text():
-        raise CorpusError(
-            f"{path} has a full-text index, expected a Python whose SQLite has FTS5 to read it (SQLite "
-            f"{sqlite3.sqlite_version} lacks it); use another Python"
-        )
     # what is lost of the full-text index is built again
-    if strange := (objects ^ databases.objects_made_by(_SCHEMA)) - _full_text_objects():
+    if strange := (objects ^ databases.objects_made_by(_SCHEMA)) - full_text:
         names = ", ".join(sorted(f"{kind} {name}"[:60] for kind, name, _ in strange)[:4])
         raise CorpusError(
             f"{path} has other tables than a corpus ({names}); delete the directory {path.parent} and "

@@ -25,7 +25,6 @@ from blendrag.corpus.database import (
     DROPPED,
     ENTRY,
     ENTRY_SOURCE,
-    HAS_SAMPLES,
     HASHES,
     PASSAGE,
     CorpusFile,
@@ -36,10 +35,10 @@ from blendrag.corpus.full_text import FullTextIndex
 from blendrag.corpus.vectors import VectorIndex, vector_of
 from blendrag.errors import CorpusError
 from blendrag.store.durable import lock_file, named_errors
-from blendrag.text.chunking import Chunk, scope_of
+from blendrag.text.chunking import Chunk
 from blendrag.text.names import page_label
 from blendrag.text.readers import PAGE_STARTS, Document, page_at
-from blendrag.text.recognition import HASHES_BYTES, chunk_hashes
+from blendrag.text.recognition import chunk_hashes
 
 #: Parent of the entries that were learned from prompts. Their ids are those of their chunks, which name the
 #: scope (:func:`blendrag.text.chunking.learned_id`).
@@ -159,29 +158,6 @@ def _insert_chunk(connection: sqlite3.Connection, chunk: Chunk) -> int:
     return row
 
 
-def add_samples(file: CorpusFile) -> None:
-    """Make the hashes of chunks anew that an earlier version stored, so that parts of them are found, too.
-
-    In short transactions, so that it can be interrupted.
-    """
-    last: int | None = 0
-    while last is not None and file.meta(HAS_SAMPLES) is None:
-        with file.writing() as connection:
-            rows = list(
-                file.sound_rows(
-                    (HASHES, CHUNK),
-                    f"JOIN chunk ON chunk.id = {HASHES.name}.chunk WHERE {HASHES.name}.id > ? "
-                    f"AND length(packed) = ? ORDER BY {HASHES.name}.id LIMIT {_BATCH}",
-                    *(last, HASHES_BYTES),
-                )
-            )
-            for (row, *of, _), (*_, text, _) in rows:
-                HASHES.put(connection, row, *of, chunk_hashes(text))
-            last = rows[-1][0][0] if rows else None
-            if last is None:
-                file.set_meta(HAS_SAMPLES, "1")
-
-
 def delete_documents(file: CorpusFile, which: str, value: str) -> list[int]:
     """Remove documents with their passages; row ids of the chunks that they held.
 
@@ -282,20 +258,6 @@ def published_texts(file: CorpusFile) -> Iterator[str]:
     """Texts of all chunks but those that were only learned from prompts, each once."""
     chunks = file.sound_rows((CHUNK,), f"WHERE id IN {_OTHERS}", LEARNED)
     return (text for ((_, _, text, _),) in chunks)
-
-
-def entries_learned_earlier(file: CorpusFile) -> list[str]:
-    """Entries of versions that learned passages for all prompts alike: their ids name no scope."""
-    learned = file.sound_rows((ENTRY,), "WHERE parent = ?", LEARNED)
-    return [entry[0] for (entry,) in learned if scope_of(entry[0]) is None]
-
-
-def learned_earlier(file: CorpusFile) -> set[str]:
-    """Ids of the chunks that only :func:`entries_learned_earlier` hold."""
-    if not entries_learned_earlier(file):
-        return set()
-    learned = file.rows(f"SELECT chunk_id FROM chunk WHERE id NOT IN {_OTHERS}", LEARNED)
-    return {chunk_id for (chunk_id,) in learned if scope_of(chunk_id) is None}
 
 
 #: Why a text is recorded as dropped: no document holds it any more, or not yet. Not a time: clocks are wrong.

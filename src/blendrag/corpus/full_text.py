@@ -27,10 +27,8 @@ from blendrag.corpus.database import (
     FULL_TEXT,
     FULL_TEXT_SCHEMA,
     PASSAGE,
-    SCHEMA_VERSION,
     CorpusFile,
     entry_of,
-    has_full_text,
 )
 from blendrag.errors import sqlite_code
 from blendrag.text.terms import TERMS_VERSION, query_terms, terms_of
@@ -107,7 +105,6 @@ class FullTextIndex:
         connection = self._file.connection
         _drop(connection)
         connection.execute(FULL_TEXT_SCHEMA)
-        connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self._file.set_meta(FULL_TEXT, "")
 
     # -- building --------------------------------------------------------------------------------
@@ -122,8 +119,6 @@ class FullTextIndex:
                 self._is_sound = True
                 return ""
             return self.rebuild_damaged()
-        if not has_full_text():
-            return f"SQLite {sqlite3.sqlite_version} of this Python lacks FTS5"
         if self._file.read_only:
             return "it has no full-text index and cannot be written"
         if not self.building.acquire(blocking=False):

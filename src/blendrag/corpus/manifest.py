@@ -10,25 +10,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from blendrag.config import MAX_ENCODE_AFTER, KVEncoding
-from blendrag.errors import CorpusError, InvalidInputError
+from blendrag.errors import InvalidInputError
 from blendrag.store.identity import ChunkRecipe
 
 #: Fields that chunks and their KV depend on. The model may change.
 _BINDING = ("encoding", "chunk_tokens", "prefix_ids", "tokenizer_fingerprint")
 _Number = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
-
-
-def _not_fp8(encoding: object) -> object:
-    """Raise :class:`CorpusError` for an encoding that earlier versions had."""
-    if encoding == "fp8":
-        raise CorpusError(
-            "the corpus keeps its KV in encoding fp8, which blendrag does not read any more; ingest the "
-            "documents again, into another store"
-        )
-    return encoding
 
 
 @dataclass(frozen=True)
@@ -45,7 +35,7 @@ class Manifest:
     prefix_ids: tuple[_Number, ...]
     prefix_text: str
     embedder: str
-    encoding: Annotated[KVEncoding, BeforeValidator(_not_fp8)] = "native"
+    encoding: KVEncoding = "native"
     """How the chunks' KV is stored."""
     writer: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
     """Fingerprint of the writer that encoded the KV of ``namespace``; empty if none did."""
@@ -61,14 +51,8 @@ class Manifest:
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in _BINDING}
         return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
-    def as_dict(self) -> dict[str, object]:
-        """The fields; those of the recipe only if they are set, so that earlier versions read other
-        corpora."""
-        new = ("writer", "encode_after")
-        return {name: value for name, value in asdict(self).items() if name not in new or value}
-
     def to_json(self) -> str:
-        return json.dumps(self.as_dict())
+        return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, value: str) -> Manifest:

@@ -293,7 +293,6 @@ class IngestRun:
             else:
                 self._write_rows(document, planned.digest, planned.chunks)
                 self._languages.add(document.text)
-            self._rows.remove_other_spellings(document.source)
         except InvalidInputError as bad:
             report.failures.append(named_failure(document.source, bad))
             return
@@ -379,10 +378,8 @@ class DocumentRows:
 
     def __init__(self, kv: KVNamespace, corpus: Corpus) -> None:
         self._kv, self._corpus = kv, corpus
-        # sources of earlier versions are paths as they were spelled, so one file may have several
-        self._known: dict[str, list[str]] = {}
-        for source in corpus.file_sources():
-            self._known.setdefault(resolved(source), []).append(source)
+        # a relative path is the name that a text without a file was given
+        self._files = [each for each in corpus.file_sources() if os.path.isabs(each)]
 
     def put(
         self, document: Document, digest: str, chunks: Sequence[Chunk], vectors: np.ndarray
@@ -391,25 +388,18 @@ class DocumentRows:
         if self._kv.with_room(put):
             self._kv.drop_orphaned()
 
-    def remove_other_spellings(self, source: str) -> None:
-        """Remove rows of a file under other spellings of its path, but no document that was named so."""
-        if os.path.isabs(source):
-            for other in self._known.get(resolved(source), ()):
-                if other != source and not self._corpus.is_named(other):
-                    self._remove(other)
-
     def find_gone(
         self, report: IngestReport, inputs: Inputs, seen: set[str], read: set[str], prune: bool
     ) -> None:
         """Name, and with ``prune`` remove, documents of the given paths that no longer exist there."""
         roots = [os.path.realpath(each) for each in inputs if not isinstance(each, Document)]
-        for name, sources in self._known.items():
+        for source in self._files:
+            name = resolved(source)
             if name in seen or not any(is_at(name, root) for root in roots):
                 continue
             files = files_of(name)
             if not read.isdisjoint(files) or not any(map(os.path.lexists, files)):
-                # a relative path may be the name that a text without a file was given
-                report.gone += filter(os.path.isabs, sources)
+                report.gone.append(source)
         for source in report.gone if prune else ():
             self._remove(source)
             report.pruned += 1

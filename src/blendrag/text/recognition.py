@@ -127,7 +127,7 @@ def chunk_hashes(text: str) -> bytes:
     """What a chunk is found by: its length, the hashes of its text, of its beginning at each level, and of
     its samples.
 
-    Little-endian int64; 0 for levels that are not used. Chunks that earlier versions stored have no samples.
+    Little-endian int64; 0 for levels that are not used.
     """
     sums = PrefixSums(canonical(text))
     lengths = np.array([sums.size, *LEVELS], np.intp)

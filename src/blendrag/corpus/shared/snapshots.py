@@ -66,10 +66,7 @@ class Snapshot:
     """Name of the part that holds the writer of its KV; empty if there is none."""
 
     def to_json(self) -> bytes:
-        fields = asdict(self) | {"settings": self.settings.as_dict()}
-        if not self.writer:
-            del fields["writer"]
-        return json.dumps(fields, sort_keys=True).encode()
+        return json.dumps(asdict(self), sort_keys=True).encode()
 
     @property
     def part_names(self) -> set[str]:
