@@ -162,7 +162,7 @@ def test_a_locked_index_is_unavailable_after_a_bounded_wait(filled, monkeypatch,
     assert only_namespace(report).dead_rows is None
 
 
-def test_foreign_files_are_counted_and_survive_every_command(lab, filled):
+def test_foreign_files_survive_every_command(lab, filled):
     shard = lab.file(filled, 2).parent
     elsewhere = filled.parent / "elsewhere"
     namespace = filled / "kv" / lab.namespace
@@ -182,9 +182,7 @@ def test_foreign_files_are_counted_and_survive_every_command(lab, filled):
     ]
     for path in mine:
         path.write_text("mine", encoding="utf-8")
-    report = maintenance.check(filled)
-    assert report.is_good
-    assert (only_namespace(report).foreign_files, report.foreign_files) == (5, 10)
+    assert maintenance.check(filled).is_good
     maintenance.check(filled, repair=True)
     maintenance.collect(filled, 0)
     maintenance.clear(filled)

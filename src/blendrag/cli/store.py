@@ -218,8 +218,7 @@ def _print_check(report: CheckReport, corpus: CorpusCheck | None, is_good: bool)
             rows = f"; index: {count(each.missing_rows, 'row')} missing, {each.dead_rows} dead"
         echo(
             f"  {each.namespace[:SHOWN_DIGITS]}  {each.good} good ({readable_size(each.good_bytes)}), "
-            f"{each.damaged} damaged, {each.unreadable} unreadable{rows}; "
-            f"{count(each.foreign_files, 'foreign file')}"
+            f"{each.damaged} damaged, {each.unreadable} unreadable{rows}"
         )
     if report.index != "sound":
         remedy = "; a repair rebuilds it" * (report.index == "damaged")
@@ -232,8 +231,7 @@ def _print_check(report: CheckReport, corpus: CorpusCheck | None, is_good: bool)
         damaged = sum(each.damaged for each in report.namespaces)
         verdict += f"; {count(damaged, 'damaged chunk')} quarantined, index repaired"
     echo(
-        f"{report.root}: {readable_size(report.read_bytes)} read in {duration(report.seconds)}, "
-        f"{count(report.foreign_files, 'foreign file')}; {verdict}"
+        f"{report.root}: {readable_size(report.read_bytes)} read in {duration(report.seconds)}; {verdict}"
     )
 
 

@@ -1,37 +1,29 @@
 """Verify every payload of a store, compare files with index, and repair what can be repaired.
 
-A check only reads. Foreign files, which the store did not name, are counted and never touched.
+A check only reads. Foreign files, which the store did not name, are never touched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from blendrag.errors import CorruptKVError, StoreError
 from blendrag.store.durable import named_errors
-from blendrag.store.identity import is_name
 from blendrag.store.index import DATABASE_FILES, Index, IndexCorrupt
 from blendrag.store.maintenance import opening
 from blendrag.store.maintenance.opening import Progress, no_progress
 from blendrag.store.payload import open_payload, verified_pieces
 from blendrag.store.payload_files import (
     FILE_NAME,
-    PIN_NAME,
-    PREFIX,
     Name,
     PayloadFiles,
-    listed,
-    opened,
 )
-from blendrag.store.writers import MARKER, PART
 
 #: Faults described in words; all are counted.
 MAX_FAULTS = 1000
@@ -55,7 +47,6 @@ class NamespaceCheck:
     """Payloads that the index does not know; ``None`` unless the index is sound."""
     dead_rows: int | None = None
     """Rows of the index whose payload is gone; ``None`` unless the index is sound."""
-    foreign_files: int = 0
 
 
 @dataclass
@@ -68,8 +59,6 @@ class CheckReport:
     """``damaged`` is rebuilt by a repair; ``unavailable`` could not be read now."""
     index_fault: str = ""
     """Why the index is not sound."""
-    foreign_files: int = 0
-    """Including those outside of any namespace."""
     faults: list[str] = field(default_factory=list)
     """Damaged or unreadable payloads and why; the first :data:`MAX_FAULTS`."""
     read_bytes: int = 0
@@ -100,10 +89,6 @@ def check(root: Path, repair: bool = False, progress: Progress = no_progress) ->
     report, found = CheckReport(str(root), repaired=repair), _Namespaces()
     with opening.open_for_reading(root) as files, named_errors(f"checking store {root}"):
         damaged = _check_payloads(files, report, found, progress)
-        for namespace in _foreign_files(root):
-            report.foreign_files += 1
-            if namespace:
-                found[namespace].foreign_files += 1
         _check_index(root, files, report, found)
     report.namespaces = tuple(found[namespace] for namespace in sorted(found))
     if repair:
@@ -182,33 +167,3 @@ def _check_index(root: Path, files: PayloadFiles, report: CheckReport, found: _N
     for namespace in {*found, *missing, *left}:
         found[namespace].missing_rows = missing[namespace]
         found[namespace].dead_rows = left[namespace]
-
-
-def _foreign_files(root: Path) -> Iterator[str]:
-    """For each foreign file the namespace it is in, or ``""``. Raises ``OSError``.
-
-    Links, FIFOs and misplaced directories are foreign as well; a directory counts once. Nothing is
-    followed.
-    """
-    yield from _foreign_below(root, "kv", is_name, PREFIX.fullmatch, FILE_NAME.fullmatch)
-    yield from _foreign_below(
-        root, "tmp", lambda name: MARKER.fullmatch(name) or PART.fullmatch(name)
-    )
-    yield from _foreign_below(root, "pinned", PIN_NAME.fullmatch)
-    yield from _foreign_below(root, "quarantine", QUARANTINED.fullmatch)
-
-
-def _foreign_below(root: Path, path: str, *rules: Callable[[str], object]) -> Iterator[str]:
-    """``rules``: what the names of directories match, level by level, and last those of files."""
-    rule, *rest = rules
-    namespace = path.split("/")[1] if "/" in path else ""
-    found = []
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError), opened(root / path) as fd:
-        found = listed(fd)
-    for name, status in found:
-        is_expected_kind = (stat.S_ISDIR if rest else stat.S_ISREG)(status.st_mode)
-        is_in_its_shard = path.count("/") < 2 or name.startswith(path[-2:])
-        if not (is_expected_kind and rule(name) and is_in_its_shard):
-            yield namespace
-        elif rest:
-            yield from _foreign_below(root, f"{path}/{name}", *rest)
