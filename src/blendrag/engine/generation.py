@@ -86,19 +86,17 @@ class Generation:
 
         Raises :class:`RequestCancelled` and :class:`RequestTimeout`.
         """
-        plan, avoid = self._road.ahead.plan, set(self._road.ahead.avoid)
+        avoid: set[str] = set()
         for restarts_left in reversed(range(MAX_RESTARTS + 1)):
             self._stream.check()
-            if plan is None:
-                with tracing.span("plan") as add:
-                    plan = self._road.plan(avoid, loads=restarts_left > 0)
-                    add(partial(spans.planned, plan))
+            with tracing.span("plan") as add:
+                plan = self._road.plan(avoid, loads=restarts_left > 0)
+                add(partial(spans.planned, plan))
             try:
                 with closing(plan):
                     return self._generated(plan)
             except SpanCorruptError as corrupt:
                 avoid.add(corrupt.span.reader.key)
-                plan = None
         raise AssertionError("the last attempt loads nothing")
 
     def _generated(self, plan: Plan) -> Answer:
@@ -251,7 +249,7 @@ class Generation:
 
     def _metrics(self, plan: Plan, prefill: Prefill, new_tokens: int) -> RequestMetrics:
         request, stream = self._request, self._stream
-        fusion, batch_size = prefill.fusion, prefill.batch_size
+        fusion, predicted = prefill.fusion, plan.forecast
         counts = fusion.counts() if fusion is not None else None
         reused, prompt_tokens = plan.reused_tokens, len(request.prompt.ids)
         computed_share = float(request.mode == "full")
@@ -265,8 +263,6 @@ class Generation:
             policy, schedule = str(fusion.policy), str(fusion.schedule)
         elif fusion is None and plan.spans and plan.chunks and request.mode == "blend":
             policy, schedule = str(plan.blending.policy), str(plan.blending.schedule)
-        # a forecast is of a request that is prefilled alone
-        predicted = plan.forecast if batch_size == 1 else None
         notes = *request.notes, *stream.notes, *plan.notes, *filter(None, (self._note,))
         return RequestMetrics(
             mode=self._road.mode,
@@ -292,7 +288,6 @@ class Generation:
             predicted_load_s=predicted.load_s if predicted else None,
             predicted_compute_s=predicted.compute_s if predicted else None,
             decision=plan.decision if plan.forecast is not None else "",
-            batch_size=batch_size,
             opening_s=stream.opening_s + request.embedder_opening_s,
             queued_s=stream.queued_s,
             retrieval_s=request.retrieval_s,

@@ -3,7 +3,6 @@
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.fusion import Fusion
 from blendrag.fusor.fusor import Fusor
-from blendrag.fusor.pack import PackedPrompt, Prefilled
 from blendrag.fusor.request import BlendRequest, FusionCounts
 
 __all__ = [
@@ -12,6 +11,4 @@ __all__ = [
     "Fusion",
     "FusionCounts",
     "Fusor",
-    "PackedPrompt",
-    "Prefilled",
 ]

@@ -1,6 +1,6 @@
 """One prompt's state within a blended forward: selective recompute over loaded chunk KV (CacheBlend §4).
 
-A :class:`~blendrag.fusor.pack.Pack` drives it, layer by layer:
+A :class:`~blendrag.fusor.forward.BlendedForward` drives it, layer by layer:
 
 1. :meth:`Fusion.enter_layer` says which rows the layer computes,
 2. :meth:`Fusion.take_kv` gets their fresh K/V, waits until the layer's stored KV is in place, lets the policy

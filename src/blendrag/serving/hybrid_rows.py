@@ -35,7 +35,6 @@ class HybridKV:
     """What one running request holds, in the cache that its prefill left."""
 
     cache: DynamicCache
-    is_part = False
     running = None
     """Shares no chunks."""
     _aside: tuple[SetAside, list[torch.Size]] | None = None
