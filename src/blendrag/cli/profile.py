@@ -42,10 +42,7 @@ def profile(
 
     --policy, --ratio and --top-k set the prompt that the table of storage devices is for.
     """
-    begin(
-        verbose,
-        "an incomplete profile is not used; the same command goes on after its last complete round",
-    )
+    begin(verbose, "an incomplete profile is not used; the same command begins again")
     from blendrag.config import settings
     from blendrag.fusor.selection import make_policy
     from blendrag.planning.storage import choose_storage
