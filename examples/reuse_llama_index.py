@@ -34,10 +34,8 @@ from reuse_counts import (
 from llama_index.llms.blendrag import (
     BlendEmbedding,
     BlendLLM,
-    BlendPromptHelper,
     BlendRetriever,
     BlendReuseEvent,
-    BlendSynthesizer,
     BlendVectorStore,
 )
 
@@ -79,12 +77,6 @@ def query_engine(mode, **more):
 
 def citation(llm, retriever):
     return CitationQueryEngine.from_args(None, llm=llm, retriever=retriever).query
-
-
-def whole_chunks(llm, retriever):
-    helper = BlendPromptHelper(llm, **NARROW)
-    synthesizer = BlendSynthesizer(llm, prompt_helper=helper)
-    return RetrieverQueryEngine(retriever, response_synthesizer=synthesizer).query
 
 
 def context_chat(llm, retriever):
@@ -145,7 +137,6 @@ PATHS: dict[str, Callable] = {
     "compact, repacked as it overflows": query_engine(
         "compact", prompt_helper=PromptHelper(**NARROW)
     ),
-    "the same with `BlendSynthesizer`": whole_chunks,
 }
 AGENTS: dict[str, Callable] = {
     "agent with a `RetrieverTool`": agent_of(retriever_tool),

@@ -24,7 +24,7 @@ REUSING = [
     "`CitationQueryEngine`",
     "`ContextChatEngine`",
     "`CondensePlusContextChatEngine`",
-    "the same with `BlendSynthesizer`",
+    "compact, repacked as it overflows",
 ]
 
 

@@ -85,7 +85,6 @@ def test_the_engine_is_only_mentioned_in_the_wrappers_description(llm: BlendLLM)
         ("node_parser", "BlendNodeParser"),
         ("vector_stores", "BlendVectorStore"),
         ("embeddings", "BlendEmbedding"),
-        ("response_synthesizers", "BlendSynthesizer"),
     ],
 )
 def test_a_class_can_be_imported_from_the_namespace_of_its_kind(kind: str, name: str) -> None:

@@ -11,7 +11,6 @@ from llama_index.llms.blendrag.ingestion import BlendPrecompute
 from llama_index.llms.blendrag.node_parser import BlendNodeParser
 from llama_index.llms.blendrag.prompts import SchemaPromptTemplate
 from llama_index.llms.blendrag.retrievers import BlendRetriever
-from llama_index.llms.blendrag.synthesizer import BlendPromptHelper, BlendSynthesizer
 from llama_index.llms.blendrag.vector_store import BlendVectorStore
 
 __all__ = [
@@ -19,10 +18,8 @@ __all__ = [
     "BlendLLM",
     "BlendNodeParser",
     "BlendPrecompute",
-    "BlendPromptHelper",
     "BlendRetriever",
     "BlendReuseEvent",
-    "BlendSynthesizer",
     "BlendVectorStore",
     "SchemaPromptTemplate",
     "close_shared_engines",
