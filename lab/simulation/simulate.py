@@ -11,7 +11,7 @@ import typer
 
 from blendrag.cli import interrupt, options, output
 from blendrag.cli.lifecycle import DONE, begin, reporting
-from blendrag.cli.options import require_place
+from blendrag.cli.options import require_plot
 from blendrag.cli.progress import StatusLine
 from blendrag.errors import InvalidInputError
 from blendrag.store.durable import readable_size
@@ -83,8 +83,7 @@ def command(
     --routing is simulated.
     """
     begin(verbose=False, if_interrupted="the simulation was abandoned; nothing was written")
-    if plot is not None:
-        require_place("--plot", plot, ".png")
+    require_plot(plot)
     many = parse_counts("--replicas", replicas, 1, MAX_REPLICAS)
     corpora = parse_counts("--chunks", chunks, 1, MAX_CHUNKS)
     ways = list(ROUTING) if routing is None else [name.strip() for name in routing.split(",")]

@@ -30,7 +30,7 @@ def plain_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_writer_of_documents_is_saved_with_its_report(
     plain_model: Path, many_docs: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "writer"
+    out, plot = tmp_path / "writer", tmp_path / "run.png"
     result = invoke(
         "adapt",
         "--model",
@@ -40,6 +40,8 @@ def test_writer_of_documents_is_saved_with_its_report(
         "--out",
         out,
         *FEW,
+        "--plot",
+        plot,
     )
     assert result.exit_code == 0, result.stderr
     assert "note: training takes about " in result.stderr
@@ -49,6 +51,7 @@ def test_writer_of_documents_is_saved_with_its_report(
     assert report["steps"] == 2
     assert report["material"]["groups"] == 5  # the others are held out
     assert (out / "adapter_model.safetensors").exists()
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_writer_of_a_store_learns_from_its_chunks(store: Path, tmp_path: Path) -> None:
@@ -102,6 +105,7 @@ def test_interrupted_training_goes_on(
         (("--documents", "nowhere", "--model", "MODEL"), "nowhere does not exist"),
         (("--documents", "docs"), "no model is named"),
         (("--out", "file.txt"), "--out file.txt cannot be written"),
+        (("--plot", "run.pdf"), "ends in .png"),
         (
             ("--questions", "alone.txt", "--model", "MODEL"),
             "no passages are given for 'Where is it?'",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ def test_a_store_that_cannot_be_written_is_measured_without_its_disk(
         return access(path, mode) and (path != store or not mode & os.W_OK)
 
     monkeypatch.setattr(os, "access", refuse_writing)
-    result = invoke("profile", "--store", store)
+    picture = tmp_path / "latencies.png"
+    result = invoke("profile", "--store", store, "--plot", str(picture))
     assert result.exit_code == 0, result.stderr
     assert (
         "note: the store cannot be written, so reading from its disk was not timed and the profile was not "
@@ -84,6 +86,7 @@ def test_a_store_that_cannot_be_written_is_measured_without_its_disk(
     assert "  memory: " in result.stdout
     assert "  disk: " not in result.stdout
     assert "EBS gp3 (SSD): first token after" in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
     assert not profiles(store)
 
 
@@ -105,6 +108,8 @@ def test_directories_and_storage_devices_are_rated(store: Path, tmp_path: Path) 
     ("more", "words"),
     [
         (("--dir", "no/such/place"), "no/such/place"),
+        (("--plot", "picture.jpg"), ".png"),
+        (("--plot", "no/such/place/p.png"), "no/such/place/p.png cannot be written"),
         (("--policy", "magic"), "policy 'magic' is not one of"),
     ],
 )
@@ -113,3 +118,8 @@ def test_bad_input_is_refused_before_anything_is_measured(
 ) -> None:
     monkeypatch.setattr(measure.Measure, "profile", None)
     assert words in refused("profile", "--store", store, *more)
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "blendrag[plots]" in refused("profile", "--plot", "p.png")

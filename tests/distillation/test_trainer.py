@@ -30,6 +30,7 @@ from blendrag.distillation.material import (
 )
 from blendrag.distillation.memory import SHARE, needs_of
 from blendrag.distillation.memory import _kept_bytes as kept_bytes
+from blendrag.distillation.plot import write_plot
 from blendrag.distillation.questions import cleaned_question
 from blendrag.distillation.trainer import (
     CHECKPOINT,
@@ -273,6 +274,8 @@ def test_step_without_a_finite_loss_or_gradient_changes_nothing(
     saved = json.loads((tmp_path / "report.json").read_text())
     assert (saved["skipped_steps"], saved["steps"], saved["ended"]) == (1, 4, "all steps are done")
     assert "1 of them skipped" in (tmp_path / "README.md").read_text()
+    if what == "loss":
+        write_plot(report, tmp_path / "run.png")
 
 
 def test_several_such_steps_in_a_row_end_the_run_and_keep_the_best_writer(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 import typer
 from rich.text import Text
 
-from blendrag.cli.options import Device, Dtype, Json, number, require_place
+from blendrag.cli.options import Device, Dtype, Json, number, require_plot
 from blendrag.cli.output import console, print_json
 from blendrag.model import ModelAdapter
 from blendrag.planning.profile import conditions_of, cores
@@ -93,8 +93,7 @@ def bench(
         def command(
             context: typer.Context, as_json: bool, plot: Path | None = None, **given: Any
         ) -> None:
-            if plot is not None:
-                require_place("--plot", plot, ".png")
+            require_plot(plot)
             with console(err=True).status("loading") as status:
                 result = call(**given, tick=lambda text: status.update(Text(text)))
             if as_json:

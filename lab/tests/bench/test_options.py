@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import shlex
+import sys
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -152,10 +153,13 @@ def test_bad_input_is_refused_in_one_sentence(command, sentence):
     assert sentence in refused("bench", *command, "--json")
 
 
-def test_a_plot_is_refused_before_measuring_if_it_cannot_be_written():
-    path = "no/such/place/p.png"
-    said = refused("bench", "answer", "--geometry", "none such", "--plot", path)
-    assert f"--plot {path} cannot be written" in said
+def test_a_plot_is_refused_before_measuring_if_it_cannot_be_written(monkeypatch):
+    def said(plot: str) -> str:
+        return refused("bench", "answer", "--geometry", "none such", "--plot", plot)
+
+    assert "--plot no/such/place/p.png cannot be written" in said("no/such/place/p.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "blendrag[plots]" in said("p.png")
 
 
 def test_a_bad_tier_is_refused_before_anything_is_loaded():

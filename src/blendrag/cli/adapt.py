@@ -56,6 +56,9 @@ def adapt(
     learning_rate: Annotated[
         float, options.number("Highest learning rate.", 0, 1, above=True)
     ] = 5e-4,
+    plot: Annotated[
+        Path | None, options.optional("Draw losses and measurements into this PNG.")
+    ] = None,
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
@@ -65,6 +68,7 @@ def adapt(
     goes on.
     """
     begin(verbose, "nothing was trained yet; repeat the command to go on")
+    options.require_plot(plot)
     _require_folder(out)
     from blendrag.distillation import Recipe
     from blendrag.distillation import adapt as train
@@ -123,6 +127,10 @@ def adapt(
         )
     if report.progress.skipped:
         say("note", _skipped(report))
+    if plot is not None:
+        from blendrag.distillation.plot import write_plot
+
+        write_plot(report, plot)
     if json:
         print_json(report.as_dict())
     else:

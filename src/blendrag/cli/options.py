@@ -80,6 +80,19 @@ def require_place(option: str, path: Path, suffix: str) -> None:
         )
 
 
+def require_plot(path: Path | None) -> None:
+    """Raise :class:`InvalidInputError` if ``--plot`` was given and its figure cannot be drawn."""
+    if path is None:
+        return
+    require_place("--plot", path, ".png")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as exc:
+        raise InvalidInputError(
+            f"--plot {path} needs matplotlib, which is not installed; pip install 'blendrag[plots]'"
+        ) from exc
+
+
 # -- options --------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 #: Chunks whose storage is priced if the store is empty.
 SOME_CHUNKS = 1000
+#: Ratios of the figure.
+RATIOS = tuple(i / 20 for i in range(21))
+USUAL_RATIO = 0.3
 
 
 @reporting
@@ -31,6 +34,7 @@ def profile(
         list[Path] | None,
         options.optional("Time reading from this directory too; repeatable.", "--dir"),
     ] = None,
+    plot: Annotated[Path | None, options.optional("Draw both latencies into this PNG.")] = None,
     ratio: options.FixedRatio = None,
     again: Annotated[
         bool, typer.Option("--again", help="Measure even if a profile is kept.")
@@ -40,7 +44,7 @@ def profile(
 ) -> int:
     """Measure loading and computing on this machine, once, for --ratio auto.
 
-    --policy, --ratio and --top-k set the prompt that the table of storage devices is for.
+    --policy, --ratio and --top-k set the prompt that --plot and the table of storage devices are for.
     """
     begin(verbose, "an incomplete profile is not used; the same command begins again")
     from blendrag.config import settings
@@ -50,6 +54,7 @@ def profile(
     policy = str(make_policy(context.params["policy"] or settings().policy))  # fail before any work
     ratio = settings().fixed_ratio if ratio is None else ratio
     chunks = context.params["top_k"] or settings().top_k
+    options.require_plot(plot)
     with options.engine_for(context) as engine:
         with StatusLine() as line:
 
@@ -69,6 +74,8 @@ def profile(
         _print(found)
         echo(f"storage for {chunks} chunks, {policy} at ratio {ratio:g}:")
         _print_choice(choice)
+    if plot is not None:
+        _write_figure(plot, found, policy, chunks)
     return DONE
 
 
@@ -135,3 +142,36 @@ def _print_choice(choice: StorageChoice) -> None:
 
 def _price(dollars: float) -> str:
     return f"${dollars:,.2f}" if dollars >= 0.01 else "less than $0.01"
+
+
+def _write_figure(path: Path, found: Profile, policy: str, chunks: int) -> None:
+    """Draw time to recompute and time to load (figure 10a of the paper): by ratio, and by size of the KV."""
+    from matplotlib.figure import Figure
+
+    from blendrag.planning.storage import usual_estimate, usual_prompt
+
+    def compute_ms(chunks: int, ratio: float) -> float:
+        """For a prompt whose KV is already loaded."""
+        estimate, counts = usual_estimate(found, policy, ratio, chunks)
+        return 1e3 * estimate.at(counts).compute_s
+
+    numbers = sorted({1, 2, 4, chunks, 2 * chunks})
+    chunk_bytes = sum(found.layer_bytes)
+    sizes = [n * chunk_bytes / 1e6 for n in numbers]
+    figure = Figure(figsize=(9, 3), layout="constrained")
+    by_ratio, by_size = figure.subplots(1, 2)
+    by_ratio.plot(RATIOS, [compute_ms(chunks, r) for r in RATIOS], "k*-")
+    by_size.plot(sizes, [compute_ms(n, USUAL_RATIO) for n in numbers], "k*-", label="recompute")
+    prefills = [1e3 * found.prefill_s(usual_prompt(found, policy, n).tokens) for n in numbers]
+    by_size.plot(sizes, prefills, "D--", color="grey", label="full prefill")
+    for tier in found.tiers:
+        name = tier.name if len(tier.name) <= 24 else f"…{tier.name[-23:]}"
+        loads = [1e3 * n * tier.seconds(chunk_bytes, found.layers) for n in numbers]
+        (line,) = by_size.plot(sizes, loads, "o-", label=f"load, {name}")
+        by_ratio.axhline(loads[numbers.index(chunks)], color=line.get_color())
+    by_ratio.set(xlabel="recompute ratio r", ylabel="milliseconds", ylim=(0, None))
+    by_ratio.set_title(f"{chunks} chunks of {found.chunk_tokens} tokens")
+    by_size.set(xlabel="stored KV of the prompt's chunks, MB", xscale="log", yscale="log")
+    by_size.set_title(f"recompute at r = {USUAL_RATIO}")
+    figure.legend(loc="outside right center")
+    figure.savefig(path, dpi=144)
