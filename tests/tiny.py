@@ -401,6 +401,12 @@ def adapter(model: Any) -> ModelAdapter:
     return ModelAdapter(model, tokenizer())
 
 
+@lru_cache(maxsize=1)
+def shared_llama() -> ModelAdapter:
+    """:func:`llama` with its tokenizer, probed once for all engines; no test may change it."""
+    return adapter(llama())
+
+
 def random_ids(n: int, seed: int = 0, low: int = 3, high: int = 590) -> torch.Tensor:
     """``[1, n]`` token ids."""
     return torch.randint(low, high, (1, n), generator=torch.Generator().manual_seed(seed))
@@ -608,7 +614,9 @@ def engine(model: Any, root: Any, **changes: Any) -> BlendEngine:
 
     It learns nothing, so that no test depends on the prompts of another.
     """
-    given = {"tokenizer": tokenizer(), "chunk_tokens": 128, "max_new_tokens": 6, "learn": False}
+    given = {"chunk_tokens": 128, "max_new_tokens": 6, "learn": False}
+    if not isinstance(model, ModelAdapter):
+        given["tokenizer"] = tokenizer()
     given |= changes
     made = BlendEngine(model, root, **given)
     made.kv_namespace.corpus.__dict__["embedder"] = WordEmbedder()

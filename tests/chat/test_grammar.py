@@ -211,7 +211,7 @@ def test_without_the_library_one_sentence_says_what_to_install(engine, monkeypat
 
 
 def test_penalties_and_biases_change_which_token_is_chosen(tmp_path):
-    with tiny.engine(tiny.llama(), tmp_path / "s", mode="full", max_new_tokens=12) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "s", mode="full", max_new_tokens=12) as engine:
         plain = engine.generate("It built ships.", logprobs=0)
         tokens = [each.id for each in plain.logprobs]
         without = engine.generate("It built ships.", logprobs=0, logit_bias={tokens[0]: -100})

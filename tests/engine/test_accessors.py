@@ -43,7 +43,7 @@ def test_names_tokens_and_context_need_no_weights(tmp_path: Path) -> None:
 
 
 def test_a_rendered_prompt_is_answered_as_the_prompt_itself(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store") as engine:
         engine.ingest([tiny.document(0)]).whole()
         prompt = tiny.prompt(engine, 0)
         answers = [

@@ -157,7 +157,7 @@ def test_opening_the_embedder_is_no_part_of_the_time_to_first_token(
             passed_s[0] += 1000.0 if passed_s == [0.0] else 0.0
             return 64
 
-    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store") as engine:
         engine.ingest([tiny.document(0)])
         engine.kv_namespace.corpus.__dict__["embedder"] = Slow()
         first = engine.ask(QUESTION, max_new_tokens=1).metrics
@@ -170,7 +170,7 @@ def test_opening_the_embedder_is_no_part_of_the_time_to_first_token(
 def test_waiting_for_earlier_requests_is_part_of_the_time_to_first_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store") as engine:
         engine.open()
         with engine.scheduler.held(), monkeypatch.context() as patch:
             waiting = engine.stream("What?", max_new_tokens=1)
@@ -183,7 +183,7 @@ def test_waiting_for_earlier_requests_is_part_of_the_time_to_first_token(
 
 
 def test_what_was_retrieved_is_not_searched_for_in_the_prompt(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store") as engine:
         engine.ingest([tiny.document(i, paragraphs=2) for i in range(2)]).whole()
         corpus = engine.corpus
         with tiny.counted(corpus, "known_to") as searched:

@@ -163,7 +163,7 @@ def test_a_checkpoint_that_asks_for_assisted_decoding_is_one_sentence(tmp_path):
 )
 def test_bad_settings_are_refused_when_the_engine_is_made(tmp_path, settings, error):
     with tiny.refuses(error):
-        tiny.engine(tiny.llama(), tmp_path / "s", **settings)
+        tiny.engine(tiny.shared_llama(), tmp_path / "s", **settings)
 
 
 def test_an_unknown_model_is_one_sentence(tmp_path):
@@ -187,7 +187,7 @@ def test_a_store_that_is_a_file_is_one_sentence(tmp_path):
     file = tmp_path / "file"
     file.write_text("not a store")
     with (
-        tiny.engine(tiny.llama(), file) as engine,
+        tiny.engine(tiny.shared_llama(), file) as engine,
         tiny.refuses("is a file, expected a directory", StoreUnavailableError),
     ):
         engine.ingest([tiny.document(0)])
@@ -195,7 +195,7 @@ def test_a_store_that_is_a_file_is_one_sentence(tmp_path):
 
 
 def test_asking_without_a_corpus_or_an_empty_one_is_one_sentence(tmp_path):
-    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "s") as engine:
         for _ in range(2):
             with tiny.refuses("ingest", BlendragError):
                 engine.ask("what?")
@@ -208,7 +208,7 @@ def test_bad_documents_are_named_and_the_others_are_ingested(tmp_path):
     good = {"source": "good.txt", "title": "x", "text": tiny.sentence(9)}
     bad = [Document(**{**good, field: SURROGATE}) for field in good]
     empty = [Document("empty.txt", "", "e"), Document("blank.txt", " \n ", "b")]
-    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "s") as engine:
         report = engine.ingest([*bad, *empty, Document(**good)])
         assert (report.failed, report.documents) == (5, 1)
     assert all("lone surrogate" in failure for failure in report.failures[:3])
@@ -216,7 +216,7 @@ def test_bad_documents_are_named_and_the_others_are_ingested(tmp_path):
 
 
 def test_a_closed_engine_refuses_every_call(tmp_path):
-    used, unused = (tiny.engine(tiny.llama(), tmp_path / name) for name in ("s", "unused"))
+    used, unused = (tiny.engine(tiny.shared_llama(), tmp_path / name) for name in ("s", "unused"))
     used.ingest([tiny.document(0, 1)])
     for engine in (used, unused):
         engine.close()

@@ -221,7 +221,7 @@ def test_a_model_that_the_gate_refuses_gets_a_cache_of_its_own(mode, tmp_path):
 @pytest.mark.parametrize("mode", ["blend", "prefix"])
 def test_a_turn_over_chunks_keeps_the_turns_before_it_exact(mode, tmp_path):
     """What was blended is not kept."""
-    with tiny.engine(tiny.llama(), tmp_path, prefix_text=tiny.BOS) as made:
+    with tiny.engine(tiny.shared_llama(), tmp_path, prefix_text=tiny.BOS) as made:
         made.ingest([tiny.document(0)])
         before = conversation(made, 2, mode=mode)
         messages = [

@@ -36,7 +36,7 @@ def ingest(engine: BlendEngine, *numbers: int) -> Any:
 @pytest.fixture(scope="module")
 def ingested(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ingested") / "store"
-    with tiny.engine(tiny.llama(), root, encode_after=1) as engine:
+    with tiny.engine(tiny.shared_llama(), root, encode_after=1) as engine:
         ingest(engine)
     return root
 
@@ -122,7 +122,7 @@ def test_stored_kv_is_that_of_a_forward_over_the_neighbours_moved_back(
 def test_a_writer_is_active_in_the_chunk_and_not_in_its_neighbours(tmp_path: Path) -> None:
     folder = writers.writer(tiny.llama(), tmp_path / "writer")
     given: dict[str, Any] = {"writer": str(folder), "encode_after": 1}
-    with tiny.engine(tiny.llama(), tmp_path / "store", **given) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store", **given) as engine:
         with encoded(engine) as contexts:
             ingest(engine)
         ids, context = next(iter(contexts.items()))
@@ -137,7 +137,7 @@ def test_a_writer_is_active_in_the_chunk_and_not_in_its_neighbours(tmp_path: Pat
 def test_zero_stores_what_an_engine_without_the_option_stores(tmp_path: Path) -> None:
     files = []
     for name, given in (("none", {}), ("off", {"encode_after": 0})):
-        with tiny.engine(tiny.llama(), tmp_path / name, **given) as engine:
+        with tiny.engine(tiny.shared_llama(), tmp_path / name, **given) as engine:
             report = ingest(engine)
             assert report.context_tokens == report.embedded == 0
             assert "encode_after" not in engine.manifest.to_json()
@@ -177,7 +177,7 @@ DOCUMENTS = [topic(word, number) for word in ("ship", "farm") for number in (1, 
 
 
 def test_a_chunk_is_encoded_after_the_most_similar_ones_the_nearest_last(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=2) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store", encode_after=2) as engine:
         contexts = contexts_of(engine, DOCUMENTS)
     embed = tiny.WordEmbedder().embed_query
     for document in DOCUMENTS:
@@ -188,7 +188,7 @@ def test_a_chunk_is_encoded_after_the_most_similar_ones_the_nearest_last(tmp_pat
 
 
 def test_neighbours_were_stored_earlier_or_come_later_in_the_same_ingest(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store", encode_after=1) as engine:
         assert contexts_of(engine, [DOCUMENTS[0]]) == {"ship1.txt": []}  # there is no other
         found = contexts_of(engine, [DOCUMENTS[3], DOCUMENTS[4], DOCUMENTS[1]])
     assert found == {
@@ -213,7 +213,7 @@ def test_an_ingest_of_many_texts_holds_one_group_and_finds_those_of_earlier_grou
     monkeypatch.setattr(Neighbours, "add", add)
     older = [replace(DOCUMENTS[3], source=DOCUMENTS[0].source)]
     given = [DOCUMENTS[i] for i in (0, 3, 1, 4)]
-    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store", encode_after=1) as engine:
         engine.ingest(older).whole()
         held.clear()
         found = contexts_of(engine, given)
@@ -224,7 +224,7 @@ def test_an_ingest_of_many_texts_holds_one_group_and_finds_those_of_earlier_grou
 
 
 def test_the_version_that_a_document_replaces_is_no_neighbour(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store", encode_after=1) as engine:
         engine.ingest([DOCUMENTS[0], DOCUMENTS[3]]).whole()
         changed = replace(DOCUMENTS[1], source=DOCUMENTS[0].source)
         assert contexts_of(engine, [changed]) == {"ship2.txt": ["farm1.txt"]}
@@ -232,7 +232,7 @@ def test_the_version_that_a_document_replaces_is_no_neighbour(tmp_path: Path) ->
 
 def test_equal_texts_are_no_neighbours_of_one_another(tmp_path: Path) -> None:
     twin = replace(DOCUMENTS[0], source="twin.txt", title="other")
-    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=2) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store", encode_after=2) as engine:
         found = contexts_of(engine, [DOCUMENTS[0], twin, DOCUMENTS[3]])
     assert found == {"ship1.txt": ["farm1.txt"], "farm1.txt": ["ship1.txt"]}
 
@@ -240,9 +240,9 @@ def test_equal_texts_are_no_neighbours_of_one_another(tmp_path: Path) -> None:
 def test_an_unchanged_document_is_encoded_after_its_neighbours_without_new_vectors(
     tmp_path: Path,
 ) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store") as engine:
         engine.ingest(DOCUMENTS).whole()
-    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store", encode_after=1) as engine:
         with tiny.counted(engine.kv_namespace.corpus.embedder, "embed") as calls:
             found = contexts_of(engine, DOCUMENTS)
         assert not calls
@@ -254,7 +254,7 @@ def test_entries_are_encoded_after_similar_ones_or_those_before_them(tmp_path: P
     texts = [each.text for each in DOCUMENTS[:2] + DOCUMENTS[3:5]]
     entries = [Entry(str(i), text) for i, text in enumerate(texts)]
     for embed, expected in ((True, [1, 0, 3, 2]), (False, [1, 0, 1, 2])):
-        with tiny.engine(tiny.llama(), tmp_path / str(embed), encode_after=1) as engine:
+        with tiny.engine(tiny.shared_llama(), tmp_path / str(embed), encode_after=1) as engine:
             with encoded(engine) as contexts:
                 engine.library.add(entries, embed=embed)
             for i, other in enumerate(expected):
@@ -262,7 +262,7 @@ def test_entries_are_encoded_after_similar_ones_or_those_before_them(tmp_path: P
 
 
 def test_what_an_ingest_costs_is_reported(tmp_path: Path) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=2) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store", encode_after=2) as engine:
         assert engine.dry_run([tiny.document(0)]).encode_after == 2
         with encoded(engine) as contexts:
             report = ingest(engine)
@@ -277,7 +277,7 @@ def test_an_interrupted_ingest_goes_on(stage: str, tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     documents = [tiny.document(each, 5) for each in NUMBERS]
-    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store", encode_after=1) as engine:
         report = engine.ingest(documents, stop)
         assert report.interrupted
         assert report.chunks_computed == (stage == "chunks_computed")
@@ -306,13 +306,13 @@ def test_an_ingest_that_is_killed_goes_on_alike_without_options(
             raise Killed
 
     with (
-        tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine,
+        tiny.engine(tiny.shared_llama(), tmp_path / "store", encode_after=1) as engine,
         monkeypatch.context() as patch,
     ):
         patch.setattr(KVWriter, "write", write)
         with pytest.raises(Killed):
             engine.ingest(documents)
-    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store") as engine:
         rest = engine.ingest(documents).whole()
         assert engine.manifest.encode_after == 1
     assert rest.chunks_computed == rest.chunks - calls
@@ -338,7 +338,7 @@ def test_fewer_chunks_precede_one_if_the_model_has_no_room_for_more(tmp_path: Pa
 
 def test_no_more_others_are_tokenized_than_a_chunk_is_encoded_after(root: Path) -> None:
     others = iter([(1, 2), (3,), (4,)])
-    with tiny.engine(tiny.llama(), root, encode_after=2) as engine:
+    with tiny.engine(tiny.shared_llama(), root, encode_after=2) as engine:
         assert engine.kv_namespace.validity.context(others, 10) == (3, 1, 2)
     assert [*others] == [(4,)]
 
@@ -356,7 +356,7 @@ def test_a_model_without_room_for_any_is_named(tmp_path: Path) -> None:
 
 
 def test_an_engine_without_options_goes_on_as_the_store_was_begun(root: Path) -> None:
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         assert engine.manifest.encode_after == 1
         assert ask(engine, mode="reuse")[1] > 0
         with encoded(engine) as contexts:
@@ -365,30 +365,30 @@ def test_an_engine_without_options_goes_on_as_the_store_was_begun(root: Path) ->
 
 
 def test_kv_with_and_without_is_kept_apart(root: Path) -> None:
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         near, _ = ask(engine, mode="reuse")
-    with tiny.engine(tiny.llama(), root, encode_after=0) as engine:
+    with tiny.engine(tiny.shared_llama(), root, encode_after=0) as engine:
         metrics = engine.generate(tiny.prompt(engine, *NUMBERS)).metrics
         engine.drain()
         assert metrics.reused_tokens == 0
         assert any("encode_after 0, not 1); give encode_after 1" in note for note in metrics.notes)
         alone, reused = ask(engine, mode="reuse")
         assert reused > 0
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         again, _ = ask(engine, mode="reuse")
     assert tiny.difference(again, near) < 1e-5
     assert tiny.difference(alone, near) > 1e-3
 
 
 def test_an_ingest_switches_it_off_again(root: Path) -> None:
-    with tiny.engine(tiny.llama(), root, encode_after=0) as engine:
+    with tiny.engine(tiny.shared_llama(), root, encode_after=0) as engine:
         report = ingest(engine)
         assert report.chunks_computed > 0
         (warning,) = report.warnings
         assert (
             "holds KV of encode_after 1, which is kept apart from that of encode_after 0" in warning
         )
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         assert engine.manifest.encode_after == 0
         assert engine.kv_namespace.validity.recipe.is_exact
         assert ask(engine, mode="reuse")[1] > 0
@@ -398,14 +398,14 @@ def test_a_variable_sets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("BLENDRAG_ENCODE_AFTER", "2")
     settings.cache_clear()
     try:
-        with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+        with tiny.engine(tiny.shared_llama(), tmp_path / "store") as engine:
             assert engine.kv_namespace.recipe.encode_after == 2
     finally:
         settings.cache_clear()
 
 
 def test_nothing_is_exact(root: Path) -> None:
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         texts = [text for number in NUMBERS for text in tiny.chunk_texts(engine, number)]
         prompt = build_rag_prompt("What did the company do?", texts)  # begins with the prefix
         chunks = engine.generate(prompt, Options(ratio=1.0)).metrics.chunks
@@ -423,7 +423,7 @@ def test_an_archive_carries_it_to_a_store_that_is_ingested_alike(
     archive, other = tmp_path / "kv.tar", tmp_path / "other"
     maintenance.export_archive(root, archive)
     assert maintenance.import_archive(other, archive).is_complete
-    with tiny.engine(tiny.llama(), other, encode_after=1) as engine:
+    with tiny.engine(tiny.shared_llama(), other, encode_after=1) as engine:
         assert ingest(engine).chunks_computed == 0
 
 
@@ -441,7 +441,7 @@ def missed(engine: BlendEngine, **options: Any) -> dict[Ids, Ids]:
 
 
 def test_a_missing_chunk_is_encoded_after_those_before_it_in_its_prompt(root: Path) -> None:
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         texts = [text for number in NUMBERS for text in tiny.chunk_texts(engine, number)]
         chunks = [ids_of(engine, text) for text in texts]
         lost = [ids_of(engine, text) for text in tiny.chunk_texts(engine, 1)]
@@ -449,7 +449,7 @@ def test_a_missing_chunk_is_encoded_after_those_before_it_in_its_prompt(root: Pa
 
 
 def test_the_first_chunk_of_a_prompt_is_encoded_after_the_next(root: Path) -> None:
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         chunks = [ids_of(engine, text) for text in tiny.chunk_texts(engine, 0)]
         tiny.lose_kv(engine, *tiny.chunk_keys(engine, 0)[:1])
         with encoded(engine) as contexts:
@@ -462,9 +462,9 @@ def test_a_private_prompt_leaves_nothing_in_kv_of_documents(root: Path) -> None:
     """Not even which chunks it had: they are encoded after those that an ingest would choose."""
     found = []
     for options in ({"tenant": "a"}, {"cache_salt": "b"}):
-        with tiny.engine(tiny.llama(), root) as engine:
+        with tiny.engine(tiny.shared_llama(), root) as engine:
             found.append(missed(engine, **options))
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         tiny.lose_kv(engine, *tiny.chunk_keys(engine, 1))
         with encoded(engine) as contexts:
             ingest(engine)
@@ -492,7 +492,7 @@ def test_similar_chunks_are_looked_for_only_for_chunks_that_are_due(
 
     monkeypatch.setattr(BackgroundWriter, "due_now", due_now)
     monkeypatch.setattr(Neighbours, "texts", texts)
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         missed(engine, tenant="a")
     assert looked
     assert not any(looked)
@@ -500,9 +500,9 @@ def test_similar_chunks_are_looked_for_only_for_chunks_that_are_due(
 
 def test_the_kv_of_a_removed_document_is_removed_for_all_recipes(root: Path) -> None:
     for after in (0, 2):
-        with tiny.engine(tiny.llama(), root, encode_after=after) as engine:
+        with tiny.engine(tiny.shared_llama(), root, encode_after=after) as engine:
             ingest(engine)
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         before = {each.namespace: each.chunks for each in maintenance.survey(root).namespaces}
         engine.remove_sources([tiny.document(1, 5).source])
         kept = {each.namespace: each.chunks for each in maintenance.survey(root).namespaces}
@@ -514,7 +514,7 @@ def test_the_kv_of_a_removed_document_is_removed_for_all_recipes(root: Path) -> 
 
 def test_a_learned_passage_is_in_no_kv_of_documents(root: Path) -> None:
     passage = "\n\n".join(tiny.sentence(900 + i) for i in range(3))
-    with tiny.engine(tiny.llama(), root, learn=True) as engine:
+    with tiny.engine(tiny.shared_llama(), root, learn=True) as engine:
         first = tiny.chunk_texts(engine, 1)[0]
         for question in ("What was built?", "Who built it?"):
             engine.generate(f"{passage}\n\n{question}")
@@ -532,7 +532,9 @@ def test_learned_passages_name_others_only_if_they_are_encoded_after_them(
     after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passages = [" ".join(tiny.sentence(10 * i + k) for k in range(3)) for i in range(2)]
-    with tiny.engine(tiny.llama(), tmp_path / "store", learn=True, encode_after=after) as engine:
+    with tiny.engine(
+        tiny.shared_llama(), tmp_path / "store", learn=True, encode_after=after
+    ) as engine:
         jobs: list[Any] = []
         monkeypatch.setattr(engine.background, "queue", jobs.extend)
         for question in ("What was built?", "Who built it?"):
@@ -545,7 +547,7 @@ def test_learned_passages_name_others_only_if_they_are_encoded_after_them(
 def test_vectors_of_another_embedder_are_compared_as_given(tmp_path: Path) -> None:
     entries = [Entry(str(i), DOCUMENTS[i].text) for i in (0, 1, 3)]
     vectors = np.eye(3, dtype=np.float32) + np.float32([[0, 0, 1], [0, 0, 0], [1, 0, 0]])
-    with tiny.engine(tiny.llama(), tmp_path / "store", encode_after=1) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store", encode_after=1) as engine:
         with encoded(engine) as contexts:
             engine.library.add(entries, vectors, embedder="mine")
         assert contexts[ids_of(engine, entries[0].text)] == ids_of(engine, entries[2].text)

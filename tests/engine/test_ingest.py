@@ -40,7 +40,7 @@ def empty(tmp_path: Path) -> Iterator[BlendEngine]:
 
 
 def made(root: Path, **changes: Any) -> BlendEngine:
-    return tiny.engine(tiny.llama(), root / "s", **changes)
+    return tiny.engine(tiny.shared_llama(), root / "s", **changes)
 
 
 def keys(engine: BlendEngine) -> set[str]:

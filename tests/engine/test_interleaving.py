@@ -28,7 +28,7 @@ LONG = Options(max_new_tokens=40, ratio=0.2)
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    with tiny.engine(tiny.llama(), tmp_path_factory.mktemp("interleaving")) as made:
+    with tiny.engine(tiny.shared_llama(), tmp_path_factory.mktemp("interleaving")) as made:
         made.ingest([tiny.document(number, 5) for number in range(4)])
         yield made
 
@@ -220,7 +220,7 @@ def test_requests_that_decode_while_chunks_are_encoded_do_not_see_the_writer(
 
 def test_the_common_prefill_of_waiting_prompts_pauses(tmp_path, pauses, monkeypatch):
     monkeypatch.setattr(exact_prefixes, "MARGIN", 1)
-    with tiny.engine(tiny.llama(), tmp_path) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path) as engine:
         engine.ingest([tiny.document(number) for number in range(2)])
         paused = within(monkeypatch, pauses, engine.prefixes, "_compute")
         asks = [f"What happened in {number}?" for number in range(6)]

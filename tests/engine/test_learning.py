@@ -32,7 +32,7 @@ def allow(monkeypatch, engine, size_bytes):
 
 @pytest.fixture
 def engine(tmp_path):
-    with tiny.engine(tiny.llama(), tmp_path / "kv", learn=True) as made:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "kv", learn=True) as made:
         yield made
 
 
@@ -98,7 +98,7 @@ def test_a_passage_is_reused_from_its_third_prompt_on(engine):
 def test_learning_delays_no_answer_and_the_third_is_faster(held, tmp_path):
     """In rows computed until the answer, where prompts follow each other without a pause."""
     with (
-        tiny.engine(tiny.llama(), tmp_path / "other", learn=False) as other,
+        tiny.engine(tiny.shared_llama(), tmp_path / "other", learn=False) as other,
         other.scheduler.held(),
     ):
         for number, order in enumerate(ORDERS):
@@ -230,7 +230,7 @@ def test_a_stored_passage_is_encoded_alone_and_full_recompute_is_a_stock_prefill
 
 
 def test_it_can_be_turned_off(tmp_path, caplog):
-    with tiny.engine(tiny.llama(), tmp_path / "kv", learn=False) as made:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "kv", learn=False) as made:
         answers = [made.generate(prompt(0, 1, question=f"Where is {n}?")) for n in range(4)]
     assert not any(answer.metrics.chunks for answer in answers)  # what begins alike is reused
     assert not (tmp_path / "kv").exists()
@@ -314,7 +314,7 @@ def test_learned_passages_outlive_the_engine(engine):
     engine.close()
     listed = CliRunner().invoke(app, ["list", "--store", str(root)]).output
     assert "0 documents, 2 passages learned from prompts" in listed
-    with tiny.engine(tiny.llama(), root, learn=True) as other:
+    with tiny.engine(tiny.shared_llama(), root, learn=True) as other:
         assert reused(other.generate(prompt(1, 0))) > 0.8
         assert len(other.library) == 0
         assert other.library.delete_parents([LEARNED])
@@ -326,7 +326,7 @@ def test_they_do_not_bind_the_settings_of_a_corpus(engine):
         engine.generate(prompt(0, 1, question=f"Where is {n}?"))
     root = engine.root
     engine.close()
-    with tiny.engine(tiny.llama(), root, chunk_tokens=64, prefix_text=tiny.BOS) as other:
+    with tiny.engine(tiny.shared_llama(), root, chunk_tokens=64, prefix_text=tiny.BOS) as other:
         other.ingest([tiny.document(1)])
         assert other.manifest.chunk_tokens == 64
         engine_prompt = tiny.prompt(other, 1)
@@ -369,7 +369,7 @@ def test_an_error_ends_learning_and_fails_no_request(error, engine, monkeypatch,
 
 def test_a_store_without_chunks_is_told_once(tmp_path, caplog):
     caplog.set_level(logging.WARNING, logger="blendrag")
-    with tiny.engine(tiny.llama(), tmp_path / "kv", learn=True) as made:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "kv", learn=True) as made:
         made.generate("Hello.")
         made.generate(prompt(2), mode="prefix")  # reuses conversations, and no chunk
         assert "holds no chunks" not in caplog.text
@@ -381,7 +381,7 @@ def test_a_store_without_chunks_is_told_once(tmp_path, caplog):
         assert remedy in note
     assert tiny.one_sentence(note)
     assert second.metrics.notes == ()
-    with tiny.engine(tiny.llama(), tmp_path / "other", learn=False) as made:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "other", learn=False) as made:
         (note,) = made.generate(prompt(0)).metrics.notes
     assert "BlendPrecompute" in note
     assert "learn" not in note

@@ -42,7 +42,7 @@ def found(library: Library, query: Any, count: int = 9) -> list[str]:
 
 
 def opened(root: Path, **changes: Any) -> BlendEngine:
-    return tiny.engine(tiny.llama(), root / "s", **changes)
+    return tiny.engine(tiny.shared_llama(), root / "s", **changes)
 
 
 @pytest.fixture

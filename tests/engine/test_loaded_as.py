@@ -68,14 +68,14 @@ def test_without_a_writer_a_namespace_is_that_of_versions_that_had_none() -> Non
 def test_kv_that_a_newer_library_no_longer_computes_names_the_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tiny.engine(tiny.llama(), tmp_path) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path) as engine:
         engine.ingest([tiny.document(0)]).whole()
         namespace = engine.kv_namespace.validity.namespace
         then = recorded(tmp_path, namespace)
         assert then is not None
         records_of(tmp_path, namespace).keep(replace(then, transformers="4.0"))
     monkeypatch.setattr("blendrag.engine.kv_validity._alike", lambda *_: False)
-    with tiny.engine(tiny.llama(), tmp_path) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path) as engine:
         answer = engine.ask("What was built?", top_k=1)
     assert answer.metrics.reused_tokens == 0
     newest = loaded_as.transformers.__version__
@@ -88,9 +88,9 @@ def test_kv_that_a_newer_library_no_longer_computes_names_the_versions(
 def test_a_damaged_probe_is_not_blamed_on_the_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with tiny.engine(tiny.llama(), tmp_path) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path) as engine:
         engine.ingest([tiny.document(0)]).whole()
     monkeypatch.setattr(KVValidity, "_wrong_with_probe", lambda *_: "its probe entry is damaged")
-    with tiny.engine(tiny.llama(), tmp_path) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path) as engine:
         notes = engine.ask("What was built?", top_k=1).metrics.notes
     assert list(notes) == [UNTRUSTED.text, "its probe entry is damaged; ingest again to renew it"]

@@ -253,7 +253,7 @@ def test_a_request_that_fails_or_is_cancelled_does_not_disturb_the_others(engine
 
 
 def test_requests_wait_for_memory(tmp_path: Path, monkeypatch, sizes):
-    with tiny.engine(tiny.llama(), tmp_path) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path) as engine:
         question = Options(max_new_tokens=30, mode="full")
         prompts = [f"What happened in {i}?" for i in range(6)]
         engine.batch(prompts, question)

@@ -201,7 +201,7 @@ def test_small_modules_stay_with_their_requests(tmp_path, steps, moves, monkeypa
     """A call of attention for each would take longer."""
     monkeypatch.setattr(chunk_pool, "MIN_SHARED_TOKENS", 32)
     small = '<module name="small">The old ships.</module></schema>'
-    with tiny.engine(tiny.llama(), tmp_path) as made:
+    with tiny.engine(tiny.shared_llama(), tmp_path) as made:
         made.add_schema(schema("placed").replace("</schema>", small))
         asked = SchemaPrompt(prompt(4).pml.replace("<food/>", "<food/><small/>"))
         alone = made.generate(asked).text

@@ -23,7 +23,9 @@ BLEND = Options(mode="blend", ratio=0.3, max_new_tokens=2)
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[BlendEngine]:
-    with tiny.engine(tiny.llama(), tmp_path / "store", ram_bytes=0, prefix_text=tiny.BOS) as made:
+    with tiny.engine(
+        tiny.shared_llama(), tmp_path / "store", ram_bytes=0, prefix_text=tiny.BOS
+    ) as made:
         made.ingest([tiny.document(i, 4) for i in range(2)])
         yield made
 

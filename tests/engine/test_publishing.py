@@ -37,7 +37,7 @@ def bucket(tmp_path):
 def machine(bucket, tmp_path):
     def make(name, **more):
         given = {"ram_bytes": 0, "remote": f"file://{bucket}"} | more
-        return tiny.engine(tiny.llama(), tmp_path / name, prefix_text=tiny.BOS, **given)
+        return tiny.engine(tiny.shared_llama(), tmp_path / name, prefix_text=tiny.BOS, **given)
 
     return make
 

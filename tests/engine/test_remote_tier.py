@@ -30,7 +30,7 @@ def bucket(tmp_path):
 def machine(bucket, tmp_path):
     def make(name, **more):
         given = {"ram_bytes": 0, "remote": f"file://{bucket}", "prefix_text": tiny.BOS} | more
-        return tiny.engine(tiny.llama(), tmp_path / name, **given)
+        return tiny.engine(tiny.shared_llama(), tmp_path / name, **given)
 
     return make
 

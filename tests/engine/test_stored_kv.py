@@ -34,7 +34,7 @@ NEAR = 0.04
 def test_a_corrupt_chunk_is_computed_as_if_it_were_missing(tmp_path, sequences):
     generate = {"num_beams": sequences} if sequences > 1 else {}
     options = Options(mode="blend", ratio=0.3, max_new_tokens=8, generate_kwargs=generate)
-    with tiny.engine(tiny.llama(), tmp_path / "s", ram_bytes=0) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "s", ram_bytes=0) as engine:
         engine.ingest(DOCUMENTS)
         text = tiny.prompt(engine, 0, 1)
         victim = tiny.chunk_keys(engine, 0)[1]
@@ -74,7 +74,7 @@ def test_stored_kv_is_not_used_if_the_machine_computes_other_kv(tmp_path):
 
 
 def made(root: Path, encoding: str | None = None, **changes: object) -> BlendEngine:
-    return tiny.engine(tiny.llama(), root, kv_encoding=encoding, **changes)
+    return tiny.engine(tiny.shared_llama(), root, kv_encoding=encoding, **changes)
 
 
 @pytest.fixture(scope="module")

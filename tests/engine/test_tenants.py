@@ -35,7 +35,7 @@ def shown(answer):
 
 
 def made(root, **changes):
-    return tiny.engine(tiny.llama(), root, learn=True, prefix_text=tiny.BOS, **changes)
+    return tiny.engine(tiny.shared_llama(), root, learn=True, prefix_text=tiny.BOS, **changes)
 
 
 #: Prompts that would show what others sent: whole, in part, escaped, as control tokens, as the question.

@@ -88,7 +88,7 @@ async def test_threads_and_tasks_each_get_their_answer(engine):
 
 
 def test_many_threads_can_look_up_the_corpus(tmp_path):
-    with tiny.engine(tiny.llama(), tmp_path / "nothing") as fresh:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "nothing") as fresh:
         used = fresh.kv_namespace.corpus
         interval = sys.getswitchinterval()
         sys.setswitchinterval(1e-6)  # switch threads as often as possible
@@ -103,7 +103,7 @@ def test_many_threads_can_look_up_the_corpus(tmp_path):
 @pytest.mark.parametrize("changes", [1, 9])
 def test_a_prompt_is_recognised_in_one_state_of_the_corpus(tmp_path, monkeypatch, changes):
     """A document is replaced between search and look-up, once or each time."""
-    with tiny.engine(tiny.llama(), tmp_path) as made, ThreadPoolExecutor(1) as writer:
+    with tiny.engine(tiny.shared_llama(), tmp_path) as made, ThreadPoolExecutor(1) as writer:
         made.ingest([tiny.document(0, 2), tiny.document(1, 2)]).whole()
         corpus, found_in = made.require_corpus(), ChunkIndex.found_in
         (first,), (last,) = tiny.chunk_texts(made, 0), tiny.chunk_texts(made, 1)
@@ -320,7 +320,7 @@ def no_threads(name: str = "") -> Iterator[None]:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("threads") / "store"
-    with tiny.engine(tiny.llama(), root) as made:
+    with tiny.engine(tiny.shared_llama(), root) as made:
         made.ingest([tiny.document(0)])
     return root
 
@@ -328,7 +328,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def idle(store: Path) -> Iterator[BlendEngine]:
     """An engine that has started no thread yet."""
-    with tiny.engine(tiny.llama(), store) as made:
+    with tiny.engine(tiny.shared_llama(), store) as made:
         yield made
 
 

@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A writer, and a store that was ingested with it."""
     base = tmp_path_factory.mktemp("writers")
     folder = writers.writer(tiny.llama(), base / "given")
-    with tiny.engine(tiny.llama(), base / "store", writer=str(folder)) as engine:
+    with tiny.engine(tiny.shared_llama(), base / "store", writer=str(folder)) as engine:
         ingest(engine)
     return base
 
@@ -65,7 +65,7 @@ def ask(engine: BlendEngine, **options: Any) -> tuple[torch.Tensor, int]:
 
 def test_chunks_are_stored_as_the_writer_encodes_them(root: Path, folder: Path) -> None:
     made = writers.with_lora(tiny.llama())
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         used = engine.kv_namespace
         for text in tiny.chunk_texts(engine, 0):
             ids = used.model.text_ids(text)
@@ -101,7 +101,7 @@ def test_chunks_are_encoded_with_the_weights_that_the_model_has_now(root: Path) 
 
 
 def test_an_engine_without_options_uses_the_writer_of_the_store(root: Path) -> None:
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         with_writer, reused = ask(engine, mode="reuse")
         assert reused > 0
         tiny.lose_kv(engine, *tiny.chunk_keys(engine, 0))
@@ -113,13 +113,13 @@ def test_an_engine_without_options_uses_the_writer_of_the_store(root: Path) -> N
 
 
 def test_kv_with_and_without_a_writer_is_kept_apart(root: Path) -> None:
-    with tiny.engine(tiny.llama(), root, writer="none") as engine:
+    with tiny.engine(tiny.shared_llama(), root, writer="none") as engine:
         _, reused = ask(engine, mode="reuse")
         assert reused == 0
         engine.drain()
         stock, reused_stock = ask(engine, mode="reuse")
         assert reused_stock > 0  # computed for the store, which has both now
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         with_writer, reused_with = ask(engine, mode="reuse")
     assert reused_with > 0
     assert tiny.difference(stock, with_writer) > 1e-3
@@ -135,7 +135,7 @@ def behind_the_head(engine: BlendEngine) -> RagPrompt:
 
 
 def test_a_chunk_behind_its_prefix_is_blended_not_exact(root: Path) -> None:
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         answer = engine.generate(behind_the_head(engine), Options(ratio=1.0))
         chunks = answer.metrics.chunks
     assert {chunk.outcome for chunk in chunks} == {"blended"}
@@ -145,7 +145,7 @@ def test_a_chunk_behind_its_prefix_is_blended_not_exact(root: Path) -> None:
 @pytest.mark.parametrize("times", [1, 3])
 def test_mode_prefix_answers_as_a_full_prefill(root: Path, times: int) -> None:
     """Also once the beginning of the prompt, and its first chunk, are kept."""
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         prompt = behind_the_head(engine)
         full, _ = tiny.first_logits(engine, prompt, Options(mode="full"))
         for _ in range(times):
@@ -159,7 +159,7 @@ def test_mode_prefix_answers_as_a_full_prefill(root: Path, times: int) -> None:
 
 
 def test_everything_recomputed_gives_the_logits_of_a_full_prefill(root: Path) -> None:
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         full, _ = ask(engine, mode="full")
         for _ in range(2):  # then the beginning comes from the store
             found, reused = ask(engine, ratio=1.0)
@@ -174,7 +174,7 @@ def test_a_beginning_with_the_ids_of_a_chunk_is_kept_apart_from_it(
     """Without a prefix both are encoded behind nothing."""
     ids = tiny.random_ids(40)[0].tolist()
     given = {"writer": str(folder), "encode_prefix": False}
-    with tiny.engine(tiny.llama(), tmp_path / "store", **given) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store", **given) as engine:
         ingest(engine)
         kv = engine.kv_namespace
         namespace, is_exact = kv.validity.namespace, kv.validity.recipe.is_exact
@@ -188,7 +188,7 @@ def test_modules_of_prompt_schemas_are_encoded_by_the_model_alone(root: Path) ->
     asked = '<prompt schema="s"><m/>What was built?</prompt>'
     answers = []
     for given in ({}, {"writer": "none"}):
-        with tiny.engine(tiny.llama(), root, **given) as engine:
+        with tiny.engine(tiny.shared_llama(), root, **given) as engine:
             engine.add_schema(markup)
             answers.append(engine.generate(pml=asked))
     assert answers[0].text == answers[1].text
@@ -204,7 +204,7 @@ def test_another_writer_is_named_in_a_note(root: Path, tmp_path: Path) -> None:
         (str(other), "with another writer); give the same writer, or ingest again"),
         ("none", "without its writer); give the same writer, or ingest again"),
     ):
-        with tiny.engine(tiny.llama(), root, writer=given, read_only=True) as engine:
+        with tiny.engine(tiny.shared_llama(), root, writer=given, read_only=True) as engine:
             notes = engine.generate(tiny.prompt(engine, 0)).metrics.notes
         assert any(says in note for note in notes), notes
 
@@ -213,10 +213,10 @@ def test_an_ingest_with_another_writer_changes_that_of_the_store(
     root: Path, tmp_path: Path
 ) -> None:
     other = writers.writer(tiny.llama(), tmp_path / "other", seed=1)
-    with tiny.engine(tiny.llama(), root, writer=str(other)) as engine:
+    with tiny.engine(tiny.shared_llama(), root, writer=str(other)) as engine:
         ingest(engine)
     for given, fingerprint in (({}, Writer.load(other).fingerprint), ({"writer": "none"}, "")):
-        with tiny.engine(tiny.llama(), root, **given) as engine:
+        with tiny.engine(tiny.shared_llama(), root, **given) as engine:
             ingest(engine)
             assert engine.manifest.writer == fingerprint
             _, reused = ask(engine, mode="reuse")
@@ -230,11 +230,11 @@ def test_an_ingest_says_that_kv_of_another_writer_is_kept_apart(root: Path, tmp_
         (str(other), f"writer {Writer.load(other).fingerprint[:12]}"),
         ("none", "no writer"),
     ):
-        with tiny.engine(tiny.llama(), root, writer=given) as engine:
+        with tiny.engine(tiny.shared_llama(), root, writer=given) as engine:
             says = f"holds KV of writer {first[:12]}, which is kept apart from that of {now}"
             (warning,) = engine.dry_run(documents).warnings
             assert says in warning
-    with tiny.engine(tiny.llama(), root, writer=str(other)) as engine:
+    with tiny.engine(tiny.shared_llama(), root, writer=str(other)) as engine:
         (warning,) = engine.ingest(documents).warnings
         assert f"writer {first[:12]}" in warning
         assert not engine.ingest(documents).warnings  # it is the corpus's by now
@@ -269,7 +269,7 @@ def test_two_engines_with_different_writers_share_a_model_and_a_store(
 def test_a_directory_that_changes_while_an_engine_runs_is_not_read_again(
     tmp_path: Path, folder: Path
 ) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "store", writer=str(folder)) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store", writer=str(folder)) as engine:
         first = engine.kv_namespace.writer.fingerprint
         shutil.rmtree(folder)
         writers.writer(tiny.llama(), folder, seed=1)
@@ -277,7 +277,7 @@ def test_a_directory_that_changes_while_an_engine_runs_is_not_read_again(
         assert engine.manifest.writer == first
         assert ask(engine, mode="reuse")[1] > 0
     assert writer_files.kept_in(tmp_path / "store") == [first]
-    with tiny.engine(tiny.llama(), tmp_path / "store", writer=str(folder)) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store", writer=str(folder)) as engine:
         assert engine.kv_namespace.writer.fingerprint != first
 
 
@@ -285,13 +285,13 @@ def test_what_is_learned_without_a_writer_leaves_that_of_the_store(
     root: Path, folder: Path
 ) -> None:
     passage = "\n\n".join(tiny.sentence(900 + i) for i in range(6))
-    with tiny.engine(tiny.llama(), root, writer="none", learn=True) as engine:
+    with tiny.engine(tiny.shared_llama(), root, writer="none", learn=True) as engine:
         learned = 0
         for question in ("What was built?", "Who built it?", "And when?"):
             learned += engine.generate(f"{passage}\n\n{question}").metrics.learned_tokens
             engine.drain()
         assert learned
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         assert engine.manifest.writer == Writer.load(folder).fingerprint
         assert ask(engine, mode="reuse")[1] > 0
 
@@ -302,7 +302,7 @@ def test_a_variable_names_the_writer(
     monkeypatch.setenv("BLENDRAG_WRITER", str(folder))
     settings.cache_clear()
     try:
-        with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+        with tiny.engine(tiny.shared_llama(), tmp_path / "store") as engine:
             assert engine.kv_namespace.writer.fingerprint == Writer.load(folder).fingerprint
     finally:
         settings.cache_clear()
@@ -310,7 +310,7 @@ def test_a_variable_names_the_writer(
 
 def test_another_process_is_sent_the_writer(root: Path, tmp_path: Path) -> None:
     """Workers of an ingest on Ray have no store of the driver, and no files of the writer."""
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         kv = engine.kv_namespace
         options = {"tokenizer": tiny.tokenizer(), "writer": kv.writer.sent()}
         there = opened_namespace(
@@ -338,7 +338,7 @@ def test_an_ingest_that_finds_imported_kv_records_its_writer(
     maintenance.export_archive(root, archive)
     maintenance.import_archive(other, archive)
     assert {each.writer for each in maintenance.survey(other).namespaces} == {None}
-    with tiny.engine(tiny.llama(), other, writer=str(folder)) as engine:
+    with tiny.engine(tiny.shared_llama(), other, writer=str(folder)) as engine:
         assert engine.ingest([tiny.document(number) for number in NUMBERS]).chunks_computed == 0
     (fingerprint,) = writer_files.kept_in(root)
     assert {each.writer for each in maintenance.survey(other).namespaces} == {fingerprint}
@@ -371,7 +371,7 @@ def both(root: Path, tmp_path: Path) -> tuple[str, str]:
     """Fingerprints of the first writer of the store, and of the one that took its place."""
     (first,) = writer_files.kept_in(root)
     other = writers.writer(tiny.llama(), tmp_path / "other", seed=1)
-    with tiny.engine(tiny.llama(), root, writer=str(other)) as engine:
+    with tiny.engine(tiny.shared_llama(), root, writer=str(other)) as engine:
         ingest(engine)
         return first, engine.manifest.writer
 
@@ -386,7 +386,7 @@ def clear_chunks(root: Path, fingerprint: str) -> None:
 def test_a_survey_says_which_writer_encoded_a_namespace(
     root: Path, both: tuple[str, str], tmp_path: Path
 ) -> None:
-    with tiny.engine(tiny.llama(), root, writer="none") as engine:
+    with tiny.engine(tiny.shared_llama(), root, writer="none") as engine:
         ask(engine)
         engine.drain()  # stock KV of the same chunks
     found = maintenance.survey(root)
@@ -407,7 +407,7 @@ def test_a_writer_stays_while_there_is_kv_of_it_or_the_corpus_names_it(
     clear_chunks(root, first)
     assert remove_unused_writers(root) == (first,)
     assert writer_files.kept_in(root) == [second]
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         ingest(engine)
         assert ask(engine, mode="reuse")[1] > 0
 
@@ -438,13 +438,13 @@ def test_a_writer_that_an_ingest_is_about_to_name_is_there_afterwards(
         named(corpus, manifest)
 
     monkeypatch.setattr(Corpus, "set_manifest", collected)
-    with tiny.engine(tiny.llama(), root, writer=str(folder)) as engine:
+    with tiny.engine(tiny.shared_llama(), root, writer=str(folder)) as engine:
         ingest(engine)
     assert writer_files.is_kept(root, first)
 
 
 def test_a_dry_run_names_the_writer(root: Path, folder: Path) -> None:
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         assert engine.dry_run([tiny.document(7)]).writer == Writer.load(folder).fingerprint
 
 
@@ -463,7 +463,7 @@ def flip(file: Path) -> None:
 def test_stored_kv_is_used_although_its_writer_is_lost(root: Path, damage: Damage) -> None:
     (fingerprint,) = writer_files.kept_in(root)
     damage(writer_files.path_of(root, fingerprint))
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         _, reused = ask(engine, mode="reuse")
         assert reused > 0
         keys = tiny.chunk_keys(engine, 0)
@@ -480,13 +480,13 @@ def test_beginnings_of_prompts_are_stored_although_the_writer_is_lost(root: Path
     (fingerprint,) = writer_files.kept_in(root)
     writer_files.remove(root, fingerprint)
     before = {*root.rglob("*.kv")}
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         full, _ = ask(engine, mode="full")
         for _ in range(2):  # a beginning is stored when it comes back
             found, _ = ask(engine, ratio=1.0)
             engine.drain()
         assert {*root.rglob("*.kv")} - before
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         found, reused = ask(engine, ratio=1.0)
         assert reused > 0
         assert tiny.difference(found, full) < 1e-4
@@ -515,10 +515,10 @@ def test_a_machine_that_computes_other_kv_uses_none_of_a_writer(root: Path, is_l
 def test_a_chunk_is_encoded_with_the_writer_of_its_namespace(root: Path, tmp_path: Path) -> None:
     """Although another engine's ingest changes the writer of the corpus just then."""
     other = writers.writer(tiny.llama(), tmp_path / "other", seed=1)
-    with tiny.engine(tiny.llama(), tmp_path / "second", writer=str(other)) as second:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "second", writer=str(other)) as second:
         ingest(second)
     shutil.copytree(tmp_path / "second" / "writers", root / "writers", dirs_exist_ok=True)
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         kv = engine.kv_namespace
         first, corpus = kv.writer.fingerprint, kv.corpus.current
         assert corpus is not None
@@ -533,7 +533,7 @@ def test_a_chunk_is_encoded_with_the_writer_of_its_namespace(root: Path, tmp_pat
 
 def test_chunks_are_not_exact_for_a_request_that_began_with_the_writer(root: Path) -> None:
     """Although an ingest takes it from the corpus just then."""
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         kv = engine.kv_namespace
         namespace, corpus = kv.validity.namespace, kv.corpus.current
         assert corpus is not None
@@ -555,11 +555,11 @@ def test_an_ingest_without_its_writer_says_what_to_do_and_loses_nothing(
 ) -> None:
     (fingerprint,) = writer_files.kept_in(root)
     writer_files.path_of(root, fingerprint).unlink()
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         with tiny.refuses("is missing.*--writer.*or none", ModelLoadError):
             engine.ingest([tiny.document(9)])
         assert ask(engine, mode="reuse")[1] > 0
-    with tiny.engine(tiny.llama(), root, writer=str(folder)) as engine:
+    with tiny.engine(tiny.shared_llama(), root, writer=str(folder)) as engine:
         engine.ingest([tiny.document(9)]).whole()
     assert writer_files.kept_in(root) == [fingerprint]
 
@@ -578,13 +578,13 @@ def test_a_writer_that_cannot_be_read_is_refused_before_anything_is_stored(
     other = writers.writer(tiny.llama(), tmp_path / "other", seed=1)
     damage(other)
     before = sorted(root.rglob("*.kv"))
-    with tiny.engine(tiny.llama(), root, writer=str(other)) as engine:
+    with tiny.engine(tiny.shared_llama(), root, writer=str(other)) as engine:
         with tiny.refuses(says, ModelLoadError):
             engine.ingest([tiny.document(9)])
         with tiny.refuses(says, ModelLoadError):
             engine.open()
     assert sorted(root.rglob("*.kv")) == before
-    with tiny.engine(tiny.llama(), root) as engine:
+    with tiny.engine(tiny.shared_llama(), root) as engine:
         assert ask(engine, mode="reuse")[1] > 0
 
 
@@ -592,7 +592,7 @@ def test_a_writer_of_another_model_is_refused_when_the_model_is_opened(
     root: Path, tmp_path: Path
 ) -> None:
     other = writers.writer(tiny.llama(hidden_size=64), tmp_path / "other")
-    with tiny.engine(tiny.llama(), root, writer=str(other)) as engine:
+    with tiny.engine(tiny.shared_llama(), root, writer=str(other)) as engine:
         for call in (engine.open, lambda: engine.ingest([tiny.document(0)])):
             with tiny.refuses("does not fit", ModelLoadError):
                 call()
@@ -603,7 +603,7 @@ def test_a_refused_writer_leaves_no_new_store(is_damaged: bool, tmp_path: Path) 
     folder = writers.writer(tiny.llama(hidden_size=64), tmp_path / "other")
     if is_damaged:
         (folder / WEIGHTS).write_bytes(b"")
-    with tiny.engine(tiny.llama(), tmp_path / "store", writer=str(folder)) as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store", writer=str(folder)) as engine:
         calls: list[Callable[[], object]] = [
             lambda: engine.ingest([tiny.document(0)]),
             lambda: engine.library.add([Entry("one", tiny.sentence(1))]),

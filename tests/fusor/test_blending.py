@@ -44,7 +44,7 @@ def test_calibrated_is_the_default_policy_that_may_be_replaced() -> None:
 def test_a_request_carries_its_blending_to_the_fusor(
     tmp_path: Any, options: dict[str, Any], policy: str, ratio: float
 ) -> None:
-    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store") as engine:
         engine.ingest([tiny.document(i) for i in range(2)]).whole()
         prompt = tiny.prompt(engine, 0, 1)
         with tiny.counted(engine.kv_namespace.model.fusor, "fuse") as fused:

@@ -235,7 +235,7 @@ def test_nan_weights_are_refused():
 def test_a_gate_that_takes_long_says_so_before_it_runs(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(kv_validity, "ANNOUNCED_S", 0.0)
     with (
-        tiny.engine(tiny.llama(), tmp_path / "s") as engine,
+        tiny.engine(tiny.shared_llama(), tmp_path / "s") as engine,
         caplog.at_level("INFO", "blendrag"),
     ):
         engine.ingest([tiny.document(0)])

@@ -190,7 +190,7 @@ def test_if_attention_cannot_be_observed_the_fallback_decides(adapter):
 
 @pytest.mark.usefixtures("deaf")
 def test_the_metrics_name_the_policy_that_decided(tmp_path):
-    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "s") as engine:
         engine.ingest([tiny.document(0)])
         prompt = "\n\n".join([*tiny.chunk_texts(engine, 0), "What did the company build?"])
         metrics = engine.generate(prompt).metrics

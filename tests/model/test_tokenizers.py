@@ -310,7 +310,7 @@ def test_a_prompt_begins_with_bos_once(with_bos, way, chunks):
 
 
 def test_raw_text_gets_no_bos_if_the_tokenizer_adds_none(tmp_path):
-    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "s") as engine:
         assert 0 not in engine.segments("What?", RAW).ids
         assert engine.segments("What?").ids.count(0) == 1
 

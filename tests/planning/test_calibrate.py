@@ -251,7 +251,7 @@ def test_a_damaged_calibration_is_left_out(tmp_path, change):
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     root = tmp_path_factory.mktemp("calibrate") / "s"
-    with tiny.engine(tiny.llama(), root) as made:
+    with tiny.engine(tiny.shared_llama(), root) as made:
         made.ingest([tiny.document(i) for i in range(DOCUMENTS)])
         yield made
 
@@ -422,7 +422,7 @@ def test_a_calibration_of_an_earlier_version_is_named_once_and_not_used(engine, 
 
 
 def test_a_model_changed_meanwhile_ends_the_calibration(tmp_path, best):
-    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "s") as engine:
         engine.ingest([tiny.document(i) for i in range(4)])
 
         def watch(race: Race, done: float) -> None:
@@ -511,10 +511,10 @@ def test_too_few_prompts_are_refused_before_one_is_measured(engine):
 
 
 def test_a_store_that_cannot_be_written_or_holds_no_kv_is_refused(tmp_path):
-    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "s") as engine:
         engine.ingest([tiny.document(i) for i in range(4)])
         with (
-            tiny.engine(tiny.llama(), tmp_path / "s", read_only=True) as reader,
+            tiny.engine(tiny.shared_llama(), tmp_path / "s", read_only=True) as reader,
             tiny.refuses("cannot be written", StoreUnavailableError),
         ):
             reader.calibrate(options())

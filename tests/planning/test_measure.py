@@ -64,7 +64,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    with tiny.engine(tiny.llama(), tmp_path_factory.mktemp("measure") / "store") as made:
+    with tiny.engine(tiny.shared_llama(), tmp_path_factory.mktemp("measure") / "store") as made:
         made.ingest([tiny.document(0)])
         yield made
 
@@ -129,12 +129,12 @@ def test_a_remote_is_measured_once_and_ratio_auto_decides_with_it(tmp_path):
     bucket = tmp_path / "bucket"
     bucket.mkdir()
     url = f"file://{bucket}"
-    with tiny.engine(tiny.llama(), tmp_path / "one", remote=url) as one:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "one", remote=url) as one:
         one.ingest([tiny.document(0)])
     before = sorted(bucket.rglob("*.kv"))
-    with tiny.engine(tiny.llama(), tmp_path / "two") as two:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "two") as two:
         first = two.profile().profile
-    with tiny.engine(tiny.llama(), tmp_path / "two", remote=url) as two:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "two", remote=url) as two:
         report = two.profile()
         assert report.is_new
         assert report.profile.layer == first.layer
@@ -182,7 +182,7 @@ def test_conditions_are_those_of_the_thread_that_computes(engine):
 def test_a_store_of_another_model_is_refused_unless_it_is_empty(tmp_path):
     tokenizer = tiny.tokenizer()
     tokenizer.add_tokens(["<|more|>"])
-    with tiny.engine(tiny.llama(), tmp_path / "store") as one:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store") as one:
         one.kv_namespace.corpus.create()
         with tiny.engine(tiny.llama(), tmp_path / "store", tokenizer=tokenizer) as other:
             assert other.profile().kept
@@ -236,7 +236,7 @@ def test_a_damaged_record_only_takes_the_profile_away(engine, ratio):
 
 def test_a_store_that_cannot_be_written_is_not_written_and_keeps_nothing(engine, tmp_path):
     with (
-        tiny.engine(tiny.llama(), engine.root, read_only=True) as reader,
+        tiny.engine(tiny.shared_llama(), engine.root, read_only=True) as reader,
         mock.patch.object(tempfile, "mkdtemp", wraps=tempfile.mkdtemp) as written,
     ):
         report = reader.profile([tmp_path])
@@ -280,7 +280,7 @@ def test_a_prefix_must_leave_room_for_a_prompt():
 
 
 def test_an_encoded_store_is_measured_as_it_is_kept(tmp_path):
-    with tiny.engine(tiny.llama(), tmp_path / "int8", kv_encoding="int8") as made:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "int8", kv_encoding="int8") as made:
         found, native = made.profile().profile, made.adapter.layout.encoded("native")
     kept = [native.layer_bytes(i, found.chunk_tokens) for i in range(LAYERS)]
     assert sum(found.layer_bytes) < sum(kept) / 2
