@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ VERDICT = Verification("refused", "keys differ", ("rotary", "rotary"), max_logit
 
 
 def database(cache: Path) -> Path:
-    return cache / "verdicts" / "measurements.db"
+    return cache / "verdicts" / "cache.db"
 
 
 def test_a_verdict_holds_for_its_model_device_libraries_and_gate(empty_cache, monkeypatch):
@@ -42,11 +41,14 @@ def test_verdicts_are_readable_by_their_owner_only(empty_cache):
     assert {path.stat().st_mode & 0o077 for path in database(empty_cache).parent.iterdir()} == {0}
 
 
-@pytest.mark.parametrize("found", [pickle.dumps("x"), b"x", "x", None, 1.5])
-def test_an_entry_that_is_not_a_json_verdict_is_ignored(empty_cache, found):
+@pytest.mark.parametrize(
+    ("mode", "value"), [(4, pickle.dumps("x")), (2, b"x"), (3, None), (1, 1.5)]
+)
+def test_an_entry_that_is_not_a_json_verdict_is_ignored(empty_cache, mode, value):
     verdicts.remember(NAMESPACE, CPU, VERDICT)
     with sqlite3.connect(database(empty_cache)) as db:
-        assert db.execute("UPDATE measured SET found = ?", (found,)).rowcount == 1
+        changed = db.execute("UPDATE Cache SET mode = ?, value = ?", (mode, value))
+        assert changed.rowcount == 1
     assert verdicts.recall(NAMESPACE, CPU) is None
     verdicts.remember(NAMESPACE, CPU, VERDICT)
     assert verdicts.recall(NAMESPACE, CPU) == VERDICT
@@ -57,21 +59,6 @@ def test_an_incomplete_verdict_is_ignored(empty_cache, monkeypatch):
         patch.setattr(Verification, "as_dict", lambda self: {"verdict": "blendable"})
         verdicts.remember(NAMESPACE, CPU, VERDICT)
     assert verdicts.recall(NAMESPACE, CPU) is None
-
-
-def test_while_another_process_writes_nothing_is_kept_or_reported(empty_cache, monkeypatch, caplog):
-    verdicts.remember(NAMESPACE, CPU, VERDICT)
-    connect = sqlite3.connect
-    monkeypatch.setattr(
-        sqlite3, "connect", lambda *args, **more: connect(*args, **more | {"timeout": 0})
-    )
-    with closing(connect(database(empty_cache), isolation_level=None)) as db:
-        db.execute("BEGIN EXCLUSIVE")
-        measurements.remember("rows", 4)
-        assert verdicts.recall(NAMESPACE, CPU) is None
-    assert measurements.recall("rows", int) is None
-    assert verdicts.recall(NAMESPACE, CPU) == VERDICT
-    assert not caplog.messages
 
 
 @pytest.mark.parametrize("is_damaged", [True, False], ids=("damaged", "cannot be made"))

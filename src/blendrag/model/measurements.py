@@ -10,17 +10,19 @@ import json
 import logging
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
+import diskcache
 import torch
 import transformers
+from diskcache.core import DBNAME, MODE_RAW
 from pydantic import TypeAdapter, ValidationError
 
 from blendrag.config import cache_folder, settings
-from blendrag.errors import is_out_of_space, sqlite_code
+from blendrag.errors import is_out_of_space
 from blendrag.store.databases import keep_private
 from blendrag.wording import condensed
 
@@ -29,18 +31,26 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _warned: set[Path] = set()
 """Cache directories of which was said that they cannot be written."""
-#: How a database that is damaged, locked or cannot be written shows itself.
-_UNUSABLE = (OSError, sqlite3.Error)
-#: Columns have no type, so a value that is not text stays as it is and is ignored.
-_SCHEMA = "CREATE TABLE IF NOT EXISTS measured (what PRIMARY KEY, found) WITHOUT ROWID"
+#: How a cache that is damaged, locked or cannot be written shows itself.
+_UNUSABLE = (OSError, ValueError, TypeError, sqlite3.Error, diskcache.Timeout)
+
+
+class _Json(diskcache.Disk):
+    """Values are JSON in the database. ``diskcache.JSONDisk`` unpickles rows that are marked as pickles."""
+
+    def store(self, value: Any, read: bool, key: Any = None) -> tuple[int, int, None, str]:
+        text = json.dumps(value)
+        return len(text), MODE_RAW, None, text
+
+    def fetch(self, mode: int, filename: str | None, value: Any, read: bool) -> Any:
+        return json.loads(value)
 
 
 def recall(what: str, kind: type[T]) -> T | None:
     """What this machine has measured as ``what``, if it is of that ``kind``."""
     try:
-        with _database() as database:
-            row = database.execute("SELECT found FROM measured WHERE what = ?", [what]).fetchone()
-        return TypeAdapter(kind).validate_json(row[0]) if row else None
+        with _cache() as cache:
+            return TypeAdapter(kind).validate_python(cache.get(what))
     except (*_UNUSABLE, ValidationError):
         return None
 
@@ -48,16 +58,15 @@ def recall(what: str, kind: type[T]) -> T | None:
 def remember(what: str, found: Any) -> None:
     """Keep a number, a dict or a dataclass for :func:`recall`. If that fails, it is measured again."""
     try:
-        text = json.dumps(found if isinstance(found, int | dict) else asdict(found))
-        with _database() as database:
-            database.execute("REPLACE INTO measured VALUES (?, ?)", [what, text])
+        with _cache() as cache:
+            cache.set(what, found if isinstance(found, int | dict) else asdict(found))
     except _UNUSABLE as exc:
         warn_unwritable(exc)
 
 
 def warn_unwritable(error: Exception) -> None:
     """Say once that what is found out about models is not kept, because of this ``error``."""
-    if isinstance(error, sqlite3.Error) and sqlite_code(error) == sqlite3.SQLITE_BUSY:
+    if isinstance(error, diskcache.Timeout):
         return  # another process writes
     folder = settings().cache.expanduser()
     if folder in _warned:
@@ -77,11 +86,10 @@ def libraries() -> str:
 
 
 @contextmanager
-def _database() -> Iterator[sqlite3.Connection]:
-    path = cache_folder("verdicts") / "measurements.db"
-    path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    keep_private(path)
-    with closing(sqlite3.connect(path, timeout=1, isolation_level=None)) as database:
-        database.execute(_SCHEMA)
-        yield database
+def _cache() -> Iterator[diskcache.Cache]:
+    path = cache_folder("verdicts")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
+    keep_private(path / DBNAME)
+    with diskcache.Cache(str(path), timeout=1, disk=_Json) as cache:
+        yield cache
