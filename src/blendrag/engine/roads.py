@@ -99,8 +99,7 @@ class Road(ABC):
         Raises :class:`SpanCorruptError` if bytes fail verification, then or in the forward.
         """
 
-    @abstractmethod
-    def finish(self, plan: Plan) -> None:
+    def finish(self, plan: Plan) -> None:  # noqa: B027 - only chunks are prepared
         """After the answer: prepare in the background what later requests may need."""
 
     @property
@@ -288,6 +287,3 @@ class FixedPositionsRoad(Road):
                 yield Prefill(self._ids(prompt.ids), cache, unhook=unhook)
         finally:
             cache.close()
-
-    def finish(self, plan: Plan) -> None:
-        self._schemas.prefetch_siblings(self._fixed)
