@@ -25,6 +25,8 @@ from blendrag.schema.concatenation import (
     ModuleCache,
 )
 from blendrag.schema.markup import parse_prompt
+from blendrag.serving.scheduler import Scheduler
+from blendrag.store.identity import module_key
 
 SCHEMA = """
 <schema name="trip">You plan trips for people near the town.
@@ -454,6 +456,47 @@ def test_a_model_that_cannot_be_placed_is_refused(tmp_path):
         with pytest.raises(Exception, match="layers of type 'conv'"):
             made.generate(pml=pml())
         assert made.generate(pml=pml(), mode="full").metrics.prompt_tokens
+
+
+def in_memory(made: BlendEngine, name: str) -> bool:
+    """Whether the stored parts of a module are in the memory tier."""
+    block = made.schemas["trip"].schema._own[name].block
+    namespace = made.schemas.validity.namespace
+    keys = [module_key(namespace, block.ids, block.positions, *each) for each in block.stretches]
+    return all(made.store.memory.contains(namespace, key) for key in keys)
+
+
+def test_siblings_in_a_union_are_read_ahead(tmp_path):
+    with engine(tiny.llama(), tmp_path) as made:
+        made.encode_schema("trip")
+        made.generate(pml=pml("<sea/>" + ASK), max_new_tokens=1)
+        made.drain()
+        assert in_memory(made, "hill")
+        assert not in_memory(made, "boat")
+
+
+@pytest.mark.parametrize("reason", ["no memory", "a request waits"])
+def test_reading_ahead_gives_way(reason, tmp_path, monkeypatch):
+    """It evicts nothing from memory, and waits until no request does."""
+    with engine(tiny.llama(), tmp_path) as made:
+        made.encode_schema("trip")
+        memory = made.store.memory
+        calls: list[int] = []
+        if reason == "no memory":
+            monkeypatch.setattr(memory, "has_room", lambda size_bytes: False)
+        else:
+
+            def waits(scheduler: Scheduler) -> bool:
+                calls.append(1)
+                assert len(calls) < 10 or not in_memory(made, "hill")
+                return len(calls) < 10
+
+            monkeypatch.setattr(Scheduler, "is_waited_for", property(waits))
+        made.generate(pml=pml("<sea/>" + ASK), max_new_tokens=1)
+        for _ in range(12):
+            made.drain()
+        assert in_memory(made, "hill") is (reason != "no memory")
+        assert reason == "no memory" or len(calls) >= 10
 
 
 @pytest.mark.parametrize("content", [ORDERS[0] + ASK, "<sea/>"])  # one token is fresh in the last

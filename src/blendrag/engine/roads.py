@@ -99,7 +99,8 @@ class Road(ABC):
         Raises :class:`SpanCorruptError` if bytes fail verification, then or in the forward.
         """
 
-    def finish(self, plan: Plan) -> None:  # noqa: B027 - only chunks are prepared
+    @abstractmethod
+    def finish(self, plan: Plan) -> None:
         """After the answer: prepare in the background what later requests may need."""
 
     @property
@@ -287,3 +288,6 @@ class FixedPositionsRoad(Road):
                 yield Prefill(self._ids(prompt.ids), cache, unhook=unhook)
         finally:
             cache.close()
+
+    def finish(self, plan: Plan) -> None:
+        self._schemas.prefetch_siblings(self._fixed)

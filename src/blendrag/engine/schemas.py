@@ -46,7 +46,7 @@ from blendrag.schema.gate import verify_placement
 from blendrag.schema.markup import did_you_mean, parse_prompt, parse_schema
 from blendrag.schema.nodes import Schema
 from blendrag.serving.coroutine import pausing
-from blendrag.serving.scheduler import Scheduler
+from blendrag.serving.scheduler import Pending, Scheduler
 from blendrag.store import regular_files
 from blendrag.store.base import ForeignKVError, KVReader, WantedKV
 from blendrag.store.identity import NATIVE_ENCODING, module_key
@@ -290,6 +290,33 @@ class Schemas:
         return sum(delete(namespace, key) for key in sorted(stale - kept))
 
     # -- answer ---------------------------------------------------------------------------------
+
+    def prefetch_siblings(self, placed: FixedPrompt) -> None:
+        """While no request waits, read the other members of the unions of ``placed`` into memory."""
+        if placed.schema not in self._added:
+            return
+        namespace, store = self.validity.namespace, self._kv.store
+        scheduler = self._scheduler
+        layout = self.model.layout.encoded(self._kv.corpus.manifest.encoding)
+        left = [
+            (_key(namespace, block, start, end), end - start)
+            for block in self._added[placed.schema].schema.siblings(placed)
+            for start, end in block.stretches
+        ]
+
+        def work() -> None:
+            while left:
+                key, tokens = left[0]
+                if not store.prefetch(namespace, key, layout, tokens, waited_for):
+                    scheduler.submit(Pending(work), background=True)  # after the requests
+                    return
+                del left[0]
+
+        def waited_for() -> bool:
+            return scheduler.is_waited_for
+
+        if left:
+            scheduler.submit(Pending(work), background=True)
 
     def plan(
         self,

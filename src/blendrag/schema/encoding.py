@@ -141,6 +141,17 @@ class TokenizedSchema:
                 placed.append(FreshTokens(ids, at))
         return FixedPrompt(self.name, tuple(placed))
 
+    def siblings(self, prompt: FixedPrompt) -> list[Block]:
+        """The modules that are in a union with one of ``prompt``, and not in it."""
+        blocks = {part.block for part in prompt.parts if isinstance(part, CachedStretch)}
+        used = {name for name, tokens in self._own.items() if tokens.block in blocks}
+        for names, tokens in self._scaffolds.items():
+            if tokens.block in blocks:
+                used |= names
+        unions = {union: None for name in used for union, _ in self.schema.places[name].choices}
+        others = [member.name for union in unions for member in union.members]
+        return [self._own[name].block for name in others if name not in used]
+
     def segments(self, prompt: FixedPrompt) -> SegmentedPrompt:
         """``prompt`` as text with known chunks, one after another, to be blended.
 

@@ -106,6 +106,11 @@ class MemoryStore(ProcessBound):
             self._size_bytes += size_bytes
         return True
 
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether so many bytes more would evict nothing."""
+        with self._lock:
+            return self._size_bytes + size_bytes <= self.limit_bytes
+
     def _drop(self, entry: tuple[str, str]) -> None:
         """Caller holds the lock."""
         self._size_bytes -= self._blocks.pop(entry).size_bytes

@@ -6,6 +6,7 @@ concerns other machines is in :mod:`.remote`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -27,8 +28,8 @@ from blendrag.store.disk import DiskStore
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import is_learned
 from blendrag.store.kv import ChunkKV, KVLayout
-from blendrag.store.memory import MemoryStore
-from blendrag.store.promotion import Promotion
+from blendrag.store.memory import MemoryBlock, MemoryStore
+from blendrag.store.promotion import Promotion, best_effort
 from blendrag.store.remote.shared_kv import SharedKV
 from blendrag.store.remote.tier import RemoteTier
 
@@ -134,6 +135,34 @@ class KVStore(ProcessBound):
             return on_disk
         on_disk.on_close = partial(self._promotion.offer, namespace)
         return on_disk
+
+    def prefetch(
+        self,
+        namespace: str,
+        key: str,
+        layout: KVLayout,
+        tokens: int,
+        stop: Callable[[], bool],
+    ) -> bool:
+        """Copy an entry from disk to memory, unless that would evict another.
+
+        Gives up and returns ``False`` if ``stop()``, called before each layer, returns ``True``.
+        """
+        size_bytes = stored_chunk_bytes(layout, tokens)
+        if self.memory.contains(namespace, key) or not self.memory.has_room(size_bytes):
+            return True
+        reader = self.disk.peek(namespace, key, layout, tokens)
+        if reader is None:
+            return True
+        with contextlib.closing(reader), best_effort("a chunk was not read ahead"):
+            block = MemoryBlock.empty(layout, tokens)
+            for number, layer in enumerate(block.layers):
+                if stop():
+                    return False
+                reader.read_stored(number, [layer.data])
+            if self.memory.has_room(size_bytes):
+                self.memory.insert(namespace, key, block)
+        return True
 
     def keys(self, namespace: str) -> Iterator[str]:
         """Keys of one namespace on the local disk, in no particular order.
