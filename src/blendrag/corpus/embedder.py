@@ -40,6 +40,7 @@ from blendrag.errors import (
     check_unicode,
     is_out_of_memory,
 )
+from blendrag.openmp import end_workers
 from blendrag.store import regular_files
 from blendrag.text.chunking import uncapped_copy
 
@@ -216,6 +217,7 @@ class Embedder:
                     convert_to_numpy=True,
                     show_progress_bar=False,
                 )
+                end_workers()
             check()
         starts = np.cumsum([0] + [len(per_text) for per_text in windows[:-1]])
         sums = np.add.reduceat(vectors, starts, axis=0)  # [n, dim]

@@ -29,6 +29,7 @@ from torch import nn
 from blendrag.corpus.embedding_turns import EmbeddingTurns
 from blendrag.errors import InvalidInputError, NoThreadError, starting_thread
 from blendrag.model.decode_weights import DecodeWeights
+from blendrag.openmp import end_workers
 from blendrag.serving.coroutine import Coroutine, GaveWay, JointForward
 from blendrag.serving.decode_step import DecodeStep, decoded_together, may_decode_together
 from blendrag.serving.kv_budget import KVBudget, KVShare
@@ -173,6 +174,7 @@ class Scheduler:
             for pending in calls:
                 pending.settle()
             return
+        end_workers()  # those of the thread that computes are to be the only ones
         with self._changed:
             if self.closed and not background:
                 raise InvalidInputError(CLOSED)
