@@ -26,6 +26,7 @@ from blendrag.store.kv import KVLayout, LayerShape
 from cli.commands import invoke
 from embedding_once import each_text_is_embedded_once
 from few_documents import few_documents
+from lab.tests.bench.small import no_peak_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {
@@ -73,6 +74,7 @@ def reader(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("BLENDRAG_EMBEDDER", "minilm-offline")
     monkeypatch.setenv("BLENDRAG_MAX_NEW_TOKENS", "32")  # the tiny model ends no answer
+    monkeypatch.setattr("blendrag_lab.bench.ttft.peak_bytes", no_peak_bytes)
     settings.cache_clear()
     with few_documents(tmp_path / "src/blendrag/demo/corpus"):
         yield tmp_path

@@ -5,15 +5,20 @@ import signal
 
 import pytest
 
+from lab.soak.store import kills
 from lab.soak.store.audit import PLENTY, SoakReport, audit
 from lab.soak.store.children import PATIENCE_S, Child
 from lab.soak.store.kills import Killing
 
 
 @pytest.mark.slow
-def test_everything_acknowledged_survives_kills_and_interrupts_of_two_writers(tmp_path):
+def test_everything_acknowledged_survives_kills_and_interrupts_of_two_writers(
+    tmp_path, monkeypatch
+):
+    """Each kind of work, in small stores and large ones."""
+    monkeypatch.setattr(kills, "ROUNDS_PER_STORE", 2)
     report = SoakReport()
-    Killing(tmp_path, seed=1).run(report, 20)
+    Killing(tmp_path, seed=4).run(report, 9)
     report.check()
     assert report.done["interrupts"] > 0
 

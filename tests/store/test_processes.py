@@ -79,6 +79,7 @@ def test_a_spawned_and_a_forked_ingest_and_a_reader_share_a_store(lab, root, for
         with contextlib.closing(open_store(root, 1 << 20, None)) as store:
             is_over = False
             while not is_over:
+                time.sleep(0.02)  # the others are to write meanwhile
                 ended = os.waitid(os.P_PID, forked, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 is_over = ended is not None and spawned.poll() is not None
                 for number, reader in ((n, lab.open(store, n)) for n in range(45)):

@@ -128,7 +128,7 @@ def test_wide_headers_and_long_cells_stay_within_the_limit() -> None:
         delimited(50) + "P-1\nP-2,a\n\n" + delimited(50, names=()) + "x," * 20,
         delimited(100).replace("part 5,", '"part 5,'),
         delimited(100).replace("part 5,", 'pipe 5",'),
-        "a,b\n" + "x" * 200_000 + ",1\n",
+        "a,b\n" + "x" * 20_000 + ",1\n",
         "name\n" + "person of a name\n" * 200,
         "a,b,c\n",
         ",,,\n" * 500,
@@ -146,7 +146,7 @@ def test_a_changed_row_changes_only_the_chunks_near_it() -> None:
     lines = delimited(400).split("\n")
     known = {chunk.chunk_id for chunk in chunks_of("\n".join(lines))}
     new = []
-    for at in range(1, 400, 37):
+    for at in range(1, 400, 80):
         cells = lines[at].split(",")
         changed = [*lines[:at], ",".join([*cells[:2], "1234.56", *cells[3:]]), *lines[at + 1 :]]
         longer = [*lines[:at], "P-9999,new,1,2,3", *lines[at:]]
