@@ -1,4 +1,4 @@
-"""Agents of LangChain over models that think, in the formats of five families."""
+"""Agents of LangChain over models that think, in the formats of some families; LlamaIndex has others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from langchain_core.messages import AIMessageChunk
 from langchain_core.tools import create_retriever_tool
 
 from langchain_blendrag import BlendRetriever, ChatBlend
-from thinkers import ANSWER, QUESTION, THINKERS, thinker
+from thinkers import ANSWER, QUESTION, thinker
 
 
-@pytest.mark.parametrize("name", THINKERS)
+@pytest.mark.parametrize("name", ["harmony", "mistral", "granite"])
 def test_an_agent_searches_answers_streams_and_reuses_its_chunks(tmp_path: Path, name: str) -> None:
     with thinker(name, tmp_path / "store") as engine:
         search = create_retriever_tool(

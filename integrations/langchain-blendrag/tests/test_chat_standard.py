@@ -1,4 +1,4 @@
-"""LangChain's own tests of a chat model: over a scripted model with tools, and over the embedded one."""
+"""LangChain's own tests of a chat model, over a scripted model with tools."""
 
 from __future__ import annotations
 
@@ -62,14 +62,6 @@ def tooled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    """The embedded model over an empty store."""
-    root = tmp_path_factory.mktemp("demo") / "store"
-    with BlendEngine("demo", root, chunk_tokens=64, embedder="minilm-offline") as engine:
-        yield engine
-
-
 class TestUnit(OfBlendrag, ChatModelUnitTests):
     """Construction, tools, tracing and serialization of a model with tools."""
 
@@ -78,20 +70,6 @@ class TestUnit(OfBlendrag, ChatModelUnitTests):
     @pytest.fixture(autouse=True)
     def _named(self, tooled: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.chdir(tooled.parent)
-        yield
-        close_shared_engines()
-
-
-@pytest.mark.slow
-class TestUnitOfTheEmbeddedModel(OfBlendrag, ChatModelUnitTests):
-    """The embedded model, whose template does not render tools."""
-
-    chat_model_params: ClassVar = {"model": "demo", "store": "kv"}
-    has_tool_calling = False
-    has_structured_output = False  # the suite tests it by function calling
-
-    @pytest.fixture(autouse=True)
-    def _close(self) -> Iterator[None]:
         yield
         close_shared_engines()
 
@@ -115,17 +93,3 @@ class TestStructuredAnswers(OfBlendrag, ChatModelTests):
     @pytest.fixture(autouse=True)
     def _engine(self, talkative: BlendEngine) -> None:
         self.chat_model_params = {"engine": talkative}
-
-
-@pytest.mark.slow
-class TestIntegrationOfTheEmbeddedModel(OfBlendrag, ChatModelIntegrationTests):
-    """The embedded model, whose template does not render tools."""
-
-    @pytest.fixture(autouse=True)
-    def _engine(self, demo: BlendEngine) -> None:
-        self.chat_model_params = {"engine": demo, "max_tokens": 24}
-
-    has_tool_calling = False
-    has_structured_output = False  # it writes no JSON
-    supports_json_mode = False
-    supports_anthropic_inputs = False  # the suite's test offers a tool

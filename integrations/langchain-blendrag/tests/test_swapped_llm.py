@@ -52,34 +52,33 @@ def retriever():
     return store.as_retriever(search_kwargs={"k": 6})
 
 
-@pytest.fixture(params=[True, False], ids=["learns", "learns nothing"])
-def learning(request, tmp_path):
-    with tiny.engine(tiny.llama(), tmp_path / "kv", learn=request.param) as made:
-        yield made
-
-
 @pytest.mark.parametrize(
-    ("model", "prompt"),
-    [(BlendLLM, TEXT), (BlendLLM, QUESTION_FIRST), (ChatBlend, CHAT)],
-    ids=["text", "question first", "chat"],
+    ("model", "prompt", "learns"),
+    [
+        (BlendLLM, TEXT, True),
+        (BlendLLM, QUESTION_FIRST, True),
+        (ChatBlend, CHAT, True),
+        (ChatBlend, CHAT, False),
+    ],
+    ids=["text", "question first", "chat", "learns nothing"],
 )
 def test_nine_tenths_of_the_context_are_reused_from_the_third_request_on(
-    learning, retriever, seen, model, prompt
+    tmp_path, retriever, seen, model, prompt, learns
 ):
-    chain = create_stuff_documents_chain(model(engine=learning), prompt)
-    pieces, shares, known = set(), [], []
-    for question in QUESTIONS:
-        documents = retriever.invoke(question)
-        chain.invoke({"context": documents, "question": question}, {"callbacks": [seen]})
-        learning.drain()  # the idle time between two questions
-        metrics = seen.metrics[-1]
-        texts = [document.page_content for document in documents]
-        context = sum(len(learning.kv_namespace.model.text_ids(text)) for text in texts)
-        found = sum(c["tokens"] for c in metrics["chunks"] if c["outcome"] != "computed")
-        shares.append(found / context)
-        known.append(set(texts) <= pieces)
-        pieces |= set(texts)
+    with tiny.engine(tiny.llama(), tmp_path / "kv", learn=learns) as engine:
+        chain = create_stuff_documents_chain(model(engine=engine), prompt)
+        pieces, shares, known = set(), [], []
+        for question in QUESTIONS:
+            documents = retriever.invoke(question)
+            chain.invoke({"context": documents, "question": question}, {"callbacks": [seen]})
+            engine.drain()  # the idle time between two questions
+            metrics = seen.metrics[-1]
+            texts = [document.page_content for document in documents]
+            context = sum(len(engine.kv_namespace.model.text_ids(text)) for text in texts)
+            found = sum(c["tokens"] for c in metrics["chunks"] if c["outcome"] != "computed")
+            shares.append(found / context)
+            known.append(set(texts) <= pieces)
+            pieces |= set(texts)
     assert known[2:] == [True, True], "every passage of the later requests was sent before"
-    learns = learning.settings.learn
     assert (min(shares[2:]) >= 0.9) == learns
     assert (max(shares) > 0) == learns

@@ -1,6 +1,5 @@
 """An application in which only the LLM was replaced reuses its nodes from the third request on."""
 
-import pytest
 from llama_index.core import Document, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.node_parser import SentenceSplitter
@@ -41,9 +40,8 @@ def index_of(*steps):
     )
 
 
-@pytest.mark.parametrize("learns", [True, False])
-def test_nine_tenths_of_the_context_are_reused_from_the_third_request_on(seen, tmp_path, learns):
-    with tiny.engine(tiny.llama(), tmp_path / "kv", learn=learns) as engine:
+def test_nine_tenths_of_the_context_are_reused_from_the_third_request_on(seen, tmp_path):
+    with tiny.engine(tiny.llama(), tmp_path / "kv", learn=True) as engine:
         query_engine = index_of().as_query_engine(llm=BlendLLM(engine=engine), similarity_top_k=20)
         shares, orders = [], []
         for question in QUESTIONS:
@@ -57,8 +55,7 @@ def test_nine_tenths_of_the_context_are_reused_from_the_third_request_on(seen, t
         assert all(sorted(texts) == sorted(orders[0]) for texts in orders)
         assert len({tuple(texts) for texts in orders}) > 1
         assert len(orders[0]) > 5
-    assert (min(shares[2:]) >= 0.9) == learns
-    assert (max(shares) > 0) == learns
+    assert min(shares[2:]) >= 0.9
 
 
 def test_with_precompute_as_a_step_the_first_request_reuses_them(seen, tmp_path):
