@@ -6,7 +6,7 @@ import os
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,7 +172,7 @@ def test_a_failed_change_leaves_nothing_behind(corpus: Corpus) -> None:
 
 def test_the_manifest_is_missing_until_set_and_guards_the_embedder(corpus: Corpus) -> None:
     other = replace(MANIFEST, embedder="other/model")
-    assert not corpus.has_manifest
+    assert corpus.manifest_or_none is None
     with pytest.raises(CorpusError, match="ingest first"):
         _ = corpus.manifest
     corpus.set_manifest(other)
@@ -186,6 +186,42 @@ def test_the_manifest_is_missing_until_set_and_guards_the_embedder(corpus: Corpu
 
 
 # -- vectors ------------------------------------------------------------------------------------
+
+
+def test_what_is_known_of_the_file_is_read_again_when_anyone_changes_it(
+    corpus: Corpus, tmp_path: Path
+) -> None:
+    asked: list[str] = []
+    assert corpus.state() == (None, False)
+    corpus.begin(MANIFEST)
+    assert corpus.state() == (MANIFEST, False)
+    put(corpus, "a", long("one"))
+    corpus.file.connection.set_trace_callback(asked.append)
+    assert corpus.state() == corpus.state() == (MANIFEST, True)
+    assert asked[-1:] == ["PRAGMA data_version"]
+    assert asked.count("PRAGMA data_version") < 9
+    with Corpus.open(tmp_path) as other:
+        other.remove_source("a")
+        other.set_manifest(replace(MANIFEST, model="other"))
+    assert corpus.state() == (replace(MANIFEST, model="other"), False)
+    with suppress(KeyError), corpus.file.writing():
+        corpus.file.set_meta("manifest", MANIFEST.to_json())
+        assert corpus.state() == (MANIFEST, False)
+        raise KeyError
+    assert corpus.manifest.model == "other"
+
+
+def test_chunks_are_read_together_as_one_by_one(corpus: Corpus) -> None:
+    texts = [long(name) for name in ("one", "shared", "two")]
+    put(corpus, "b", *texts[1:])
+    put(corpus, "a", *texts[:2])
+    ids = [*map(chunk_id_of, texts)]
+    with corpus.file.writing() as connection:  # its first place, of two
+        connection.execute("UPDATE passage SET end = 1 WHERE id = 1")
+    found = corpus.chunks([*ids, "absent"])
+    assert [*found] == ids
+    assert found == {each: corpus.chunk(each) for each in ids}
+    assert [each.source for each in found.values()] == ["a", "a", "b"]
 
 
 def test_distances_are_euclidean_and_ascend(corpus: Corpus) -> None:

@@ -164,7 +164,7 @@ def test_settings_are_checked_again_when_they_change(
         found = corpus.manifest
         with tiny.counted(database.META, "checked") as checked:
             assert corpus.manifest is found
-            assert corpus.has_manifest
+            assert corpus.manifest_or_none is found
             assert not checked
             execute(root, "UPDATE meta SET value = 'y' WHERE key = 'manifest'")
             with pytest.raises(CorpusError, match="row meta"):

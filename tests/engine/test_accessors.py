@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import tiny
+from blendrag.corpus.corpus import Corpus
 from blendrag.engine import BlendEngine
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +30,37 @@ def test_nobody_outside_the_engine_uses_its_insides() -> None:
         if isinstance(node, ast.Attribute) and node.attr == "kv_namespace"
     ]
     assert not used
+
+
+def test_a_request_asks_the_corpus_little(engine: BlendEngine) -> None:
+    def ask() -> None:
+        engine.ask("Who built the ships near the town?", max_new_tokens=1)
+
+    asked: list[str] = []
+    ask()
+    corpus = engine.require_corpus()
+    corpus.file.connection.set_trace_callback(asked.append)
+    try:
+        ask()
+    finally:
+        corpus.file.connection.set_trace_callback(None)
+    own = [each for each in asked if not each.startswith("--")]  # others are FTS5's
+    assert len(own) < 36, own
+    assert not [each for each in own if "FROM meta" in each]
+
+
+def test_a_request_goes_by_one_state_of_the_settings(tmp_path: Path) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "store") as engine:
+        engine.ingest([tiny.document(0)]).whole()
+        corpus, manifest = engine.kv_namespace.corpus, engine.manifest
+        with corpus.one_look():
+            assert engine.manifest == manifest
+            with Corpus.open(tmp_path / "store") as other:
+                other.set_manifest(replace(manifest, encode_after=1))
+            assert engine.manifest == manifest
+            with ThreadPoolExecutor() as pool:
+                assert pool.submit(lambda: engine.manifest.encode_after).result() == 1
+        assert engine.manifest.encode_after == 1
 
 
 def test_names_tokens_and_context_need_no_weights(tmp_path: Path) -> None:

@@ -405,12 +405,7 @@ def test_a_known_chunk_is_text_in_every_mode_with_and_without_kv(engine, monkeyp
         }
         lengths |= {a.metrics.prompt_tokens for a in engine.batch([prompt] * 2, max_new_tokens=1)}
         assert lengths == {len(plan.ids)}
-    corpus = engine.corpus
-
-    def gone(chunk_id: str) -> Any:
-        raise KeyError(chunk_id)
-
-    monkeypatch.setattr(corpus, "chunk", gone)
+    monkeypatch.setattr(engine.corpus, "chunks", lambda chunk_ids: {})  # they are gone
     for prompt, turns in prompts:
         plan = engine.segments(prompt)
         assert plan.chunks == ()

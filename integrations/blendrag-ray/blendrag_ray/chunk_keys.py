@@ -44,9 +44,9 @@ class ChunkKeys:
         if fields.get("schema") is not None:
             return self._imported(fields)
         corpus = self._engine.corpus
-        if corpus is None or not corpus.has_manifest:
+        manifest = corpus.manifest_or_none if corpus is not None else None
+        if corpus is None or manifest is None:
             return {}
-        manifest = corpus.manifest
         found = {
             match.chunk_id: None
             for text in _texts(fields)

@@ -125,8 +125,8 @@ class ServedCluster(NamedEngineFields, DefaultFields):
         if published is not None:
             return published.chunks, published.settings.tokenizer_fingerprint
         with Corpus.open(self.store_path, read_only=True) as corpus:
-            tokenizer = corpus.manifest.tokenizer_fingerprint if corpus.has_manifest else ""
-            return len(corpus), tokenizer
+            manifest = corpus.manifest_or_none
+            return len(corpus), manifest.tokenizer_fingerprint if manifest else ""
 
     def keys(self) -> ApiKeys:
         """Who may ask. Raises :class:`InvalidInputError`."""

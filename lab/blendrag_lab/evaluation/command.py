@@ -204,7 +204,8 @@ def _writer(given: Path | None, store: Path | None, as_schema: bool) -> Path | N
     chosen = given or settings().writer
     if chosen is None and store is not None and (store / DIRECTORY).is_dir():
         with Corpus.open(store, read_only=True) as corpus:
-            found = corpus.manifest.writer if corpus.has_manifest else ""
+            manifest = corpus.manifest_or_none
+            found = manifest.writer if manifest is not None else ""
         chosen = path_of(store, found) if found else None
     return None if chosen is None or str(chosen) == NONE else Path(chosen)
 

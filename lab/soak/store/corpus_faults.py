@@ -53,7 +53,7 @@ class CorpusOperation:
                 self.act(opened, teller)
                 return
             with Corpus.open(root, create=True) as corpus:
-                if not corpus.has_manifest:
+                if corpus.manifest_or_none is None:
                     corpus.begin(MANIFEST)
                 self.act(corpus, teller)
 
@@ -119,7 +119,7 @@ class CorpusOperationRunner(OperationRunner):
                     lost += [number] * (number in required - set(operation.removes))
                 elif found != texts(number):
                     wrong.append(number)
-            if not corpus.has_manifest:
+            if corpus.manifest_or_none is None:
                 corpus.begin(MANIFEST)
             put(corpus, FRESH)
             if texts_of(corpus, FRESH) != texts(FRESH):

@@ -233,7 +233,8 @@ def list_documents(
     with Corpus.open(store or settings().store, read_only=True) as corpus:
         documents, entries = corpus.documents(), len(corpus.entries)
         learned = len(corpus.entries.ids(LEARNED))
-        model = corpus.manifest.model if corpus.has_manifest else None
+        manifest = corpus.manifest_or_none
+        model = manifest.model if manifest is not None else None
     rows = [
         asdict(each)
         | {"gone": each.source[:1] == "/" and not any(map(os.path.lexists, files_of(each.source)))}

@@ -105,7 +105,7 @@ def _corpus_facts(root: Path) -> CorpusFacts | None:
         size_bytes = sum(entry.lstat().st_size for entry in directory.iterdir())
     try:
         with Corpus.open(root, read_only=True) as corpus:
-            manifest = corpus.manifest if corpus.has_manifest else None
+            manifest = corpus.manifest_or_none
             return CorpusFacts(
                 documents=len(corpus.sources()),
                 chunks=len(corpus),

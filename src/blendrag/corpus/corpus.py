@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -121,22 +123,28 @@ class Corpus:
     # -- manifest -----------------------------------------------------------------------------
 
     @property
-    def has_manifest(self) -> bool:
-        return self.file.meta("manifest") is not None
-
-    @property
     def manifest(self) -> Manifest:
-        """Raises :class:`CorpusError` before one was set (see :attr:`has_manifest`)."""
-        value = self.file.meta("manifest")
-        if value is None:
+        """Raises :class:`CorpusError` before one was set."""
+        if (found := self.manifest_or_none) is None:
             raise CorpusError(
                 f"the corpus at {self.directory} has no manifest, as nothing was ingested; "
                 "ingest first (blendrag ingest PATH…)"
             )
+        return found
+
+    @property
+    def manifest_or_none(self) -> Manifest | None:
+        """``None`` before one was set."""
+        if (value := self.file.meta("manifest")) is None:
+            return None
         try:
             return Manifest.from_json(value)
         except (ValueError, RecursionError) as exc:
             raise database.damaged_settings("it is not a valid manifest", self.file.path) from exc
+
+    def state(self) -> tuple[Manifest | None, bool]:
+        """The manifest, and whether there are documents."""
+        return self.file.known("state", lambda: (self.manifest_or_none, self.has_documents))
 
     def begin(self, manifest: Manifest) -> None:
         """Set the manifest, unless there are documents already, and remember the one that holds now.
@@ -145,7 +153,7 @@ class Corpus:
         its own chunks (see :meth:`require_begun`).
         """
         with self.file.writing():
-            if not self.has_manifest or not self.has_documents:
+            if self.manifest_or_none is None or not self.has_documents:
                 self.file.set_meta("manifest", manifest.to_json())
             self._begun = self.manifest
 
@@ -165,8 +173,9 @@ class Corpus:
     def set_manifest(self, manifest: Manifest) -> None:
         """Replace the manifest. Raises :class:`CorpusError` if there are vectors of another embedder."""
         with self.file.writing():
-            if self.has_manifest and self.vectors.dim() is not None:
-                present, embedder = self.manifest.embedder, manifest.embedder
+            kept = self.manifest_or_none
+            if kept is not None and self.vectors.dim() is not None:
+                present, embedder = kept.embedder, manifest.embedder
                 if not same_embedder(present, embedder):
                     raise CorpusError(
                         f"the corpus at {self.directory} was embedded with {present!r}, not "
@@ -254,11 +263,8 @@ class Corpus:
         Those do not bind the manifest: they are encoded again as it says.
         """
         learned = "SELECT document FROM entry WHERE parent = ?"
-        return bool(
-            self.file.rows(
-                f"SELECT 1 FROM document WHERE id NOT IN ({learned}) LIMIT 1", documents.LEARNED
-            )
-        )
+        query = f"SELECT 1 FROM document WHERE id NOT IN ({learned}) LIMIT 1"
+        return self.file.known(query, lambda: bool(self.file.rows(query, documents.LEARNED)))
 
     def __bool__(self) -> bool:
         """True: an empty corpus is a corpus, too."""
@@ -307,6 +313,19 @@ class Corpus:
             if found.chunk_id == chunk_id:
                 return found
         raise KeyError(chunk_id)
+
+    def chunks(self, chunk_ids: Sequence[str]) -> dict[str, StoredChunk]:
+        """Those of these chunks that it has, as :meth:`chunk`."""
+        first = "SELECT min(passage.id) FROM passage WHERE passage.chunk = chunk.id"
+        condition = f"WHERE chunk_id IN (SELECT value FROM json_each(?)) AND passage.id = ({first})"
+        named = json.dumps([*chunk_ids])
+        rows = documents.stored_chunks(self.file, condition, named)
+        first_of = {each.chunk_id: each for each in rows}
+        found: dict[str, StoredChunk] = {}
+        for chunk_id in chunk_ids:
+            with suppress(KeyError):  # it was removed, or only its first place is damaged
+                found[chunk_id] = first_of.get(chunk_id) or self.chunk(chunk_id)
+        return found
 
     def known_vectors(self, title: str, chunk_ids: Sequence[str]) -> dict[str, np.ndarray]:
         """Vectors stored for these chunks under this title, which need no embedding."""

@@ -31,11 +31,11 @@ import sqlite3
 import stat
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -50,6 +50,8 @@ from blendrag.errors import (
 from blendrag.store import databases
 from blendrag.store.regular_files import open_regular
 from blendrag.text.terms import TERMS_VERSION
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -484,8 +486,11 @@ class CorpusFile:
         self.lock = threading.RLock()
         self.closed = False
         self._warned: set[str] = set()
-        self._settings: tuple[list[tuple], dict[str, str]] = ([], {})
-        """Rows that were read last, and the settings in them."""
+        self._known: dict[str, Any] = {}
+        """What was read of the file in version :attr:`_version`, by name."""
+        self._version = -1
+        self._is_written = False
+        """Whether a transaction of this connection changes the file."""
 
     def close(self) -> None:
         """Close the connection. Idempotent."""
@@ -509,8 +514,13 @@ class CorpusFile:
                     f"the corpus at {self.directory} is read-only, expected one that can be "
                     "written; open it without read_only, change its permissions or choose another store"
                 )
-            with _transaction(self.connection, self.path, "IMMEDIATE"):
-                yield self.connection
+            try:
+                self._is_written = True
+                with _transaction(self.connection, self.path, "IMMEDIATE"):
+                    yield self.connection
+            finally:
+                self._is_written = False
+                self._known.clear()
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
@@ -519,6 +529,26 @@ class CorpusFile:
             if not self.connection.in_transaction:
                 transaction.enter_context(_transaction(self.connection, self.path, "DEFERRED"))
             yield self.connection
+
+    def known(self, name: str, read: Callable[[], T]) -> T:
+        """What ``read()`` returned, which is called again once the file has changed."""
+        with self._using():
+            if self._is_written:
+                return read()
+            if name not in self._known or self._version != self._data_version():
+                with self.reading():
+                    if (version := self._data_version()) != self._version:
+                        self._known.clear()
+                        self._version = version
+                    if name not in self._known:
+                        self._known[name] = read()
+            found: T = self._known[name]
+            return found
+
+    def _data_version(self) -> int:
+        """A number that changes when another connection changes the file."""
+        ((version,),) = self.rows("PRAGMA data_version")
+        return int(version)
 
     def rows(self, query: str, *parameters: str | float) -> list[tuple]:
         for value in parameters:
@@ -573,15 +603,14 @@ class CorpusFile:
 
     def meta(self, key: str) -> str | None:
         """A setting. Raises :class:`CorpusError` if any setting is damaged, as it might be this one."""
+        return self.known("settings", self._settings).get(key)
+
+    def _settings(self) -> dict[str, str]:
         rows = self.rows(f"SELECT {META.selected} FROM meta LIMIT 100")
-        known, settings = self._settings
-        if rows != known:  # every request reads settings; digests are compared when they change
-            try:
-                settings = dict(META.checked(row) for row in rows)
-            except DamagedRow as exc:
-                raise damaged_settings(f"row {exc}", self.path) from exc
-            self._settings = rows, settings
-        return settings.get(key)
+        try:
+            return dict(META.checked(row) for row in rows)
+        except DamagedRow as exc:
+            raise damaged_settings(f"row {exc}", self.path) from exc
 
     def set_meta(self, key: str, value: str) -> None:
         """Write a setting, inside a transaction."""

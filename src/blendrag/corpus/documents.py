@@ -90,12 +90,20 @@ def stored_chunks(
         yield _stored_chunk(*place)
 
 
-def chunk_at(file: CorpusFile, passage: int) -> StoredChunk | None:
-    """The chunk at a passage that the vector index knows; ``None``, and a warning, if it is damaged."""
-    found = next(stored_chunks(file, "WHERE passage.id = ?", passage), None)
-    if found is None:
-        file.warn_damaged(f"passage {passage}")
+def chunks_at(file: CorpusFile, passages: Sequence[int]) -> dict[int, StoredChunk]:
+    """The chunks at passages that an index knows; damaged ones are left out with a warning."""
+    condition = f"{_PLACES} WHERE passage.id IN (SELECT value FROM json_each(?))"
+    rows = file.sound_rows(_PLACE_TABLES, condition, json.dumps(passages))
+    found = {place[0][0]: _stored_chunk(*place) for place in rows}
+    for passage in passages:
+        if passage not in found:
+            file.warn_damaged(f"passage {passage}")
     return found
+
+
+def chunk_at(file: CorpusFile, passage: int) -> StoredChunk | None:
+    """The chunk at a passage, as :func:`chunks_at`."""
+    return chunks_at(file, [passage]).get(passage)
 
 
 def _stored_chunk(

@@ -149,7 +149,10 @@ class FullTextIndex:
         return False
 
     def _is_complete(self) -> bool:
-        return self._file.has_full_text() and self._file.meta(FULL_TEXT) == _COMPLETE
+        def read() -> bool:
+            return self._file.has_full_text() and self._file.meta(FULL_TEXT) == _COMPLETE
+
+        return self._file.known("full-text index is complete", read)
 
     def _build(self) -> None:
         with self._file.writing():

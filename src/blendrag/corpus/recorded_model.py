@@ -36,10 +36,10 @@ def model_for(
 def model_of_store(root: Path) -> str:
     """The model that the store at ``root`` names. Raises as :func:`model_for`."""
     with Corpus.open(root, read_only=True) as corpus:
-        if not corpus.has_manifest:
-            raise _unnamed(root)
-        named = corpus.manifest.model
-    return recorded_model(named, root)
+        manifest = corpus.manifest_or_none
+    if manifest is None:
+        raise _unnamed(root)
+    return recorded_model(manifest.model, root)
 
 
 def given_model(model: T | None, trust_remote_code: bool = False) -> T | str | None:

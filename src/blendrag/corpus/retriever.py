@@ -127,7 +127,8 @@ class Retriever:
         check_unicode(question, "the question")
         OPTIONS["top_k"].check(top_k)
         OPTIONS["search"].check(search)
-        if not self.corpus.has_documents:
+        manifest, has_documents = self.corpus.state()
+        if not has_documents:
             raise InvalidInputError(
                 f"the corpus at {self.corpus.directory} holds no chunks; ingest first "
                 "(blendrag ingest PATH…)"
@@ -140,8 +141,8 @@ class Retriever:
         searched = [question, f"{earlier}\n{question}"] if earlier.strip() else [question]
         vectors: Sequence[np.ndarray | None] = [None] * len(searched)
         if mode != "lexical":
-            if self.corpus.has_manifest:
-                refuse_given(self.corpus.manifest.embedder)
+            if manifest is not None:
+                refuse_given(manifest.embedder)
             vectors = [*self.embedder.embed_queries(searched, check=check)]
         queries = [SearchQuery(*each, mode) for each in zip(searched, vectors, strict=True)]
         hits = self.corpus.search(queries, k, filter)

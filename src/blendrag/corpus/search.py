@@ -19,7 +19,7 @@ import numpy as np
 
 from blendrag.config import SearchMode
 from blendrag.corpus.database import CorpusFile
-from blendrag.corpus.documents import StoredChunk, chunk_at
+from blendrag.corpus.documents import StoredChunk, chunk_at, chunks_at
 from blendrag.corpus.full_text import DamagedIndex, FullTextIndex
 from blendrag.corpus.vectors import VectorIndex, vector_of
 
@@ -154,11 +154,12 @@ class CorpusSearch:
     def _loaded(self, ranked: Sequence[_Hit], query: SearchQuery, k: int) -> list[FoundChunk]:
         """The first k chunks that are not damaged."""
         found: list[FoundChunk] = []
-        for hit in ranked:
-            if len(found) == k:
-                break
-            if (chunk := chunk_at(self._file, hit.passage)) is not None:
-                found.append(FoundChunk(chunk, _distance(chunk, query.vector), hit.score))
+        left = iter(ranked)
+        while hits := list(islice(left, k - len(found))):
+            chunks = chunks_at(self._file, [hit.passage for hit in hits])
+            for hit in hits:
+                if (chunk := chunks.get(hit.passage)) is not None:
+                    found.append(FoundChunk(chunk, _distance(chunk, query.vector), hit.score))
         return found
 
 

@@ -21,8 +21,8 @@ def remove_unused_writers(root: Path) -> tuple[str, ...]:
     if not (root / DIRECTORY / FILE_NAME).exists():
         return _removed(root, found.unused_writers(""))
     with Corpus.open(root) as corpus, corpus.file.writing():
-        writer = corpus.manifest.writer if corpus.has_manifest else ""
-        return _removed(root, found.unused_writers(writer))
+        manifest = corpus.manifest_or_none
+        return _removed(root, found.unused_writers(manifest.writer if manifest else ""))
 
 
 def _removed(root: Path, unused: list[str]) -> tuple[str, ...]:

@@ -39,8 +39,8 @@ class VectorIndex:
             return None
         if not 0 < dim <= MAX_DIM:
             raise damaged_settings(f"setting dim is {dim}", self._file.path)
-        has_vectors = self._file.rows("SELECT 1 FROM passage WHERE length(vector) > 0 LIMIT 1")
-        return dim if has_vectors else None
+        query = "SELECT 1 FROM passage WHERE length(vector) > 0 LIMIT 1"
+        return dim if self._file.known(query, lambda: self._file.rows(query)) else None
 
     def check(self, vectors: np.ndarray, chunks: int) -> None:
         """Check new vectors, in a transaction; the first ones set the corpus's dimension.

@@ -59,6 +59,7 @@ class Answering:
         schemas: Schemas,
         learner: Learner,
     ) -> None:
+        self._kv = kv
         self._model = kv.model
         self._settings = kv.settings
         self._scheduler = scheduler
@@ -138,7 +139,8 @@ class Answering:
         checked_requests: list[Request | Exception] = []
         for i, prompt in enumerate(prompts):
             try:
-                checked_requests.append(self._request(prompt, options, asked_at))
+                with self._kv.corpus.one_look():
+                    checked_requests.append(self._request(prompt, options, asked_at))
             except Exception as exc:
                 if not keep_errors:
                     name_prompt(exc, i, len(prompts))
@@ -245,7 +247,8 @@ class Answering:
         compiled = nullcontext() if request.mode == "full" else adapter.uncompiled()
         with adapter.lock.while_wanted(stream.check), compiled, torch.inference_mode():
             road = self._road(request, stream)
-            stream.opening_s += road.open()
+            with self._kv.corpus.one_look():
+                stream.opening_s += road.open()
             began = time.perf_counter()
             choice = self._model.decode_weights
             weights = choice.now()  # packs them once
@@ -257,7 +260,8 @@ class Answering:
             with ExitStack() as held:
                 held.callback(budget.release, share)
                 budget.hold(share)
-                answer = Generation(road, stream, share, weights, choice.note).run()
+                with self._kv.corpus.one_look():
+                    answer = Generation(road, stream, share, weights, choice.note).run()
                 self._measure_in_background()
                 return lesson.learned(answer)
 

@@ -44,9 +44,10 @@ class Asking:
         check_history(history)
         earlier = history[-1][0] if history else ""
         began = time.perf_counter()
-        self.open()
-        opened = time.perf_counter()
-        chunks = self.retrieve(question, top_k, earlier, filter=filter)
+        with self._corpus.one_look():
+            self.open()
+            opened = time.perf_counter()
+            chunks = self.retrieve(question, top_k, earlier, filter=filter)
         if filter is not None and not chunks:
             raise nothing_found(filter)
         retrieval_s = time.perf_counter() - opened

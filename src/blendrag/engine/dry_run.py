@@ -45,7 +45,7 @@ def dry_run(
 ) -> DryRun:
     """See :meth:`BlendEngine.dry_run`."""
     corpus, chunker = kv.corpus.current, kv.corpus.chunker()
-    if corpus is not None and corpus.has_manifest:
+    if corpus is not None and corpus.manifest_or_none is not None:
         kv.corpus.check(corpus)
     report, unchanged, languages = IngestReport(warnings=kv.other_recipe()), 0, Languages()
     chunks: dict[str, Chunk] = {}

@@ -110,10 +110,9 @@ class KVNamespace:
 
     def other_recipe(self) -> list[str]:
         """That the corpus's documents were encoded by another recipe than an ingest now does, if so."""
-        corpus, now = self.corpus.current, self.recipe
-        if corpus is None or not (corpus.has_manifest and corpus.has_documents):
+        manifest, now = self.corpus.settled_manifest, self.recipe
+        if manifest is None:
             return []
-        manifest = corpus.manifest
         then = manifest.recipe
         if then == now or not manifest.namespace:
             return []
@@ -190,9 +189,8 @@ class KVNamespace:
 
     def forget_signature(self) -> None:
         """Make the next ingest load the model instead of relying on its files' signature."""
-        corpus = self.corpus.current
-        if corpus is not None and corpus.has_manifest:
-            self.record(corpus.manifest.namespace, "", corpus.manifest.recipe)
+        if (manifest := self.corpus.recorded_manifest) is not None:
+            self.record(manifest.namespace, "", manifest.recipe)
 
     def record(self, namespace: str, signature: str, recipe: ChunkRecipe | None = None) -> None:
         """Record the namespace of the files of that signature, and its ``recipe``; default: this engine's."""

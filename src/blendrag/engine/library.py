@@ -311,7 +311,7 @@ class Library:
     def _own(self) -> Corpus | None:
         """The corpus of this model, ``None`` before anything was stored."""
         corpus = self._kv.corpus.current
-        if corpus is None or not corpus.has_manifest:
+        if corpus is None or corpus.manifest_or_none is None:
             return None
         return self._kv.corpus.require()
 

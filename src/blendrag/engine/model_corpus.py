@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -126,6 +127,8 @@ class ModelCorpus:
         self.embedding_turns = EmbeddingTurns()
         self._opens = threading.RLock()
         self._corpus: Corpus | None = None
+        self._look = threading.local()
+        """What this thread saw within :meth:`one_look`."""
         self._closed = False
 
     def _refuse_closed(self) -> None:
@@ -163,7 +166,7 @@ class ModelCorpus:
             if os.path.lexists(self.root / DIRECTORY / FILE_NAME):
                 raise
             return None
-        if len(corpus) and not corpus.has_manifest:
+        if len(corpus) and corpus.manifest_or_none is None:
             corpus.close()
             raise CorpusError(
                 f"the corpus at {corpus.directory} has lost its manifest; "
@@ -188,12 +191,12 @@ class ModelCorpus:
         corpus = self.current
         if os.path.lexists(self.root / DIRECTORY) and (lost := self._lost()):
             return None, f"{lost}, so nothing of it is reused; ingest the documents again"
-        if corpus is None or not corpus.has_manifest:
+        manifest, has_documents = self._looked()
+        if corpus is None or manifest is None:
             return None, ""
-        manifest = corpus.manifest
         if manifest.tokenizer_fingerprint == self._model.tokens.fingerprint:
             return corpus, ""
-        if not corpus.has_documents:
+        if not has_documents:
             return None, ""
         return None, (
             f"store {self.root} was ingested with {self._model_of(manifest)}, so nothing of it is reused "
@@ -210,7 +213,7 @@ class ModelCorpus:
         if lost := self._lost():
             raise CorpusError(f"{lost}; ingest the documents again, which finds the KV")
         corpus = self.current or Corpus.open(self.root)
-        self._check_owner(corpus)
+        self._check_owner(self._looked()[0] or corpus.manifest)
         return corpus
 
     def create(self) -> Corpus:
@@ -231,11 +234,11 @@ class ModelCorpus:
 
     def check(self, corpus: Corpus) -> None:
         """Raise :class:`InvalidInputError` if ``corpus`` has another model or other settings."""
-        self._check_owner(corpus)
-        self._corpus_settings.check(corpus.manifest, self.root)
-
-    def _check_owner(self, corpus: Corpus) -> None:
         manifest = corpus.manifest
+        self._check_owner(manifest)
+        self._corpus_settings.check(manifest, self.root)
+
+    def _check_owner(self, manifest: Manifest) -> None:
         if manifest.tokenizer_fingerprint != self._model.tokens.fingerprint:
             raise InvalidInputError(
                 f"store {self.root} was ingested with {self._model_of(manifest)}, not {self._model.name!r}; "
@@ -244,16 +247,39 @@ class ModelCorpus:
 
     # -- its settings -----------------------------------------------------------------------------
 
+    @contextmanager
+    def one_look(self) -> Iterator[None]:
+        """Within it, this thread looks at the settings once: a request goes by one state of them."""
+        look = vars(self._look)
+        if "found" in look:
+            yield
+            return
+        look["found"] = None
+        try:
+            yield
+        finally:
+            look.clear()
+
+    def _looked(self) -> tuple[Manifest | None, bool]:
+        """The manifest as it is kept, and whether there are documents, which it then holds for."""
+        look = vars(self._look)
+        if (found := look.get("found")) is None:
+            corpus = self.current
+            found = corpus.state() if corpus is not None else (None, False)
+            if look:
+                look["found"] = found
+        return found
+
     @property
     def manifest(self) -> Manifest:
         """The corpus's manifest; one with this engine's settings while the corpus has no documents."""
-        return self._given_manifest or self._settled() or self._unsettled()
+        return self._given_manifest or self.settled_manifest or self._unsettled()
 
-    def _settled(self) -> Manifest | None:
+    @property
+    def settled_manifest(self) -> Manifest | None:
         """The manifest of a corpus with documents; the settings of any other may still change."""
-        corpus = self.current
-        is_settled = corpus is not None and corpus.has_manifest and corpus.has_documents
-        return corpus.manifest if corpus is not None and is_settled else None
+        manifest, has_documents = self._looked()
+        return manifest if has_documents else None
 
     def _unsettled(self) -> Manifest:
         """With the recipe by which chunks may have been stored before an ingest was killed."""
@@ -265,9 +291,7 @@ class ModelCorpus:
     @property
     def recorded_manifest(self) -> Manifest | None:
         """The manifest as it is kept, also without documents."""
-        corpus = self.current
-        kept = corpus.manifest if corpus is not None and corpus.has_manifest else None
-        return self._given_manifest or kept
+        return self._given_manifest or self._looked()[0]
 
     @opened
     def _new_manifest(self) -> Manifest:
@@ -308,7 +332,7 @@ class ModelCorpus:
 
     @opened
     def embedder(self) -> Embedder:
-        manifest, given = self._settled(), self.settings.embedder
+        manifest, given = self.settled_manifest, self.settings.embedder
         trusted, turns = self._model.trust_remote_code, self.embedding_turns
         if manifest is None:
             return Embedder(given or DEFAULT_EMBEDDER, trust_remote_code=trusted, turns=turns)

@@ -301,8 +301,7 @@ class Planner:
 
         The store is asked once for each namespace; a remote, which takes long to list, is not.
         """
-        kv, corpus = self._kv, self._kv.corpus.current
-        manifest = corpus.manifest if corpus is not None and corpus.has_manifest else None
+        kv, manifest = self._kv, self._kv.corpus.recorded_manifest
         if manifest is None or manifest.namespace in ("", namespace):
             return ""
         if manifest.namespace not in self._holds:

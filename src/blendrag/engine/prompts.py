@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import itemgetter
@@ -242,13 +241,8 @@ class Prompts:
         """``foreign``: why the store's corpus is not used; empty if it is."""
         tokens, text_ids = self._model.tokens, self._model.text_ids
 
-        def look_up(matches: Sequence[Match]) -> dict[str, ChunkText]:
-            stored: dict[str, ChunkText] = {}
-            for match in matches:
-                with suppress(KeyError):  # removed by another process
-                    if corpus is not None:
-                        stored[match.chunk_id] = corpus.chunk(match.chunk_id)
-            return stored
+        def look_up(matches: Sequence[Match]) -> Mapping[str, ChunkText]:
+            return corpus.chunks([m.chunk_id for m in matches]) if corpus is not None else {}
 
         control = tokens.control_spans(rendered.text)
 

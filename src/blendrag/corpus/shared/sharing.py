@@ -332,7 +332,7 @@ def holds_corpus(root: Path) -> bool:
     """Whether the store at ``root`` has a corpus, and not only the file for one that it began to follow."""
     try:
         with Corpus.open(root, read_only=True) as corpus:
-            return corpus.has_manifest
+            return corpus.manifest_or_none is not None
     except EmptyDatabase:
         return False
     except CorpusError:
@@ -366,22 +366,23 @@ def _follow(root: Path, remote: RemoteRoot, pointer: Pointer, keep_settings: boo
     with Corpus.open(root, create=True) as corpus:
         shared = _shared(corpus)
         _require_follower(corpus, remote, shared, pointer)
-        fingerprint = corpus.manifest.writer if corpus.has_manifest else ""
+        kept = corpus.manifest_or_none
+        fingerprint = kept.writer if kept is not None else ""
         is_same = shared is not None and shared.serial == pointer.serial
         if shared is not None and is_same and _has_writer(root, fingerprint, shared.writer):
             ((documents,),) = corpus.file.rows("SELECT count(*) FROM document")
             return Followed(pointer.serial, documents, len(corpus))
         snapshot = read_manifest(remote, pointer.snapshot)
-        is_settled = corpus.has_manifest and corpus.has_documents
-        here = _settings_state(corpus.manifest) if is_settled else b""
+        settled = kept if corpus.has_documents else None
+        here = _settings_state(settled) if settled is not None else b""
         same = _settings_state(snapshot.settings) == here
-        if is_settled and keep_settings and not same:
+        if settled is not None and keep_settings and not same:
             raise InvalidInputError(
                 f"the corpus of remote {remote.url} was ingested anew with other settings (embedder, "
                 "tokenizer, prefix, chunk length or encoding); start the server again to follow it"
             )
         state = _State.of(corpus, len(snapshot.parts))
-        if shared is not None and is_settled and state.digest(corpus.manifest) != shared.state:
+        if shared is not None and settled is not None and state.digest(settled) != shared.state:
             raise InvalidInputError(
                 f"store {corpus.directory.parent} has changes that were not published, which following "
                 f"remote {remote.url} would undo; publish them, or follow into a new store"
