@@ -13,7 +13,6 @@ import torch
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor.attention import serves
 from blendrag.fusor.cache import BlendCache
-from blendrag.fusor.forward import BlendedForward
 from blendrag.fusor.fusion import Fusion
 from blendrag.fusor.hooks import hooked, token_arguments
 from blendrag.fusor.request import BlendRequest
@@ -75,10 +74,10 @@ class Fusor:
         layer then costs little more than its K/V.
         """
         repositioner = self.adapter.repositioner_of(request.prompt_tokens)
-        fusion = Fusion(request, cache, repositioner, self._force_masks, timeline, check)
+        how = self._force_masks, timeline, check, last_row_only
+        fusion = Fusion(request, cache, repositioner, *how)
         found = self.fast_attention, self._observes, self._by_token
-        blended = BlendedForward(fusion, last_row_only)
-        with self.adapter.uncompiled(), hooked(self.adapter.stack, blended, *found):
+        with self.adapter.uncompiled(), hooked(self.adapter.stack, fusion, *found):
             yield fusion
 
     @torch.inference_mode()

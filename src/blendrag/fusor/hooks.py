@@ -1,6 +1,6 @@
 """Forward hooks on an unmodified model, for one blended forward.
 
-:class:`BlendedForward` says which rows a layer computes; the hooks slice the layer's arguments to those rows.
+:class:`Fusion` says which rows a layer computes; the hooks slice the layer's arguments to those rows.
 They act only on the forward that is given the fusion's cache, because other threads may run the same modules
 meanwhile. They serve exactly one forward, and are removed after it, whatever happens.
 """
@@ -21,8 +21,7 @@ from transformers.cache_utils import Cache
 
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor.attention import NAME, ROWS_KEYWORD, implementation
-from blendrag.fusor.forward import BlendedForward
-from blendrag.fusor.fusion import Phase
+from blendrag.fusor.fusion import Fusion, Phase
 from blendrag.fusor.rows import Rows, take
 from blendrag.model.sharing import is_given, only_here
 from blendrag.model.structure import DecoderStack
@@ -40,7 +39,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 @contextmanager
 def hooked(
     stack: DecoderStack,
-    blended: BlendedForward,
+    fusion: Fusion,
     fast_attention: bool,
     observes: bool,
     by_token: Mapping[str, int],
@@ -49,12 +48,11 @@ def hooked(
 
     ``observes``: scouts see the attention and mask their rows. ``by_token``: of :func:`token_arguments`.
     """
-    fusion = blended.fusion
     cache, timeline = fusion.cache, fusion.timeline
     names = _parameters(stack.layers[0])
     with ExitStack() as hooks:
         hooks.callback(fusion.close)
-        cache.merge = blended.merge
+        cache.merge = fusion.merge
 
         def begin(
             module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None
@@ -69,7 +67,7 @@ def hooked(
             if "logits_to_keep" in kwargs:
                 kwargs = {**kwargs, "logits_to_keep": 0}
             if fusion.needs_scout:
-                with blended.scout_pass(stack):
+                with fusion.scout_pass(stack):
                     try:
                         module.forward(*args, **kwargs)
                     except AttributeError as exc:
@@ -88,7 +86,7 @@ def hooked(
                 timeline.leave(index)
 
         for index, layer in enumerate(stack.layers):
-            slicing = _slicing(blended, index, names, by_token, not fast_attention, observes)
+            slicing = _slicing(fusion, index, names, by_token, not fast_attention, observes)
             hooks.callback(layer.register_forward_pre_hook(slicing, with_kwargs=True).remove)
             if timeline is not None:
                 hooks.callback(layer.register_forward_hook(partial(leave, index)).remove)
@@ -155,7 +153,7 @@ def token_arguments(stack: DecoderStack) -> dict[str, int]:
 
 
 def _slicing(
-    blended: BlendedForward,
+    fusion: Fusion,
     index: int,
     names: Sequence[str],
     by_token: Mapping[str, int],
@@ -167,7 +165,6 @@ def _slicing(
     ``names``: of the layer's positional parameters. ``masked``: the model's own attention runs, with explicit
     masks.
     """
-    fusion = blended.fusion
 
     def hook(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -188,7 +185,7 @@ def _slicing(
             )
 
         def arguments(rows: Rows, indices: torch.Tensor | None) -> Arguments:
-            with_mask = masked and (blended.phase is not Phase.SCOUT or not observes)
+            with_mask = masked and (fusion.phase is not Phase.SCOUT or not observes)
             sliced = slice_kwargs(given, rows, with_mask, by_token)
             if not masked:
                 sliced[ROWS_KEYWORD] = rows
@@ -202,7 +199,7 @@ def _slicing(
             some, named = arguments(rows, indices)
             module.forward(*some, **named)
 
-        return arguments(*blended.enter_layer(index, run))
+        return arguments(*fusion.enter_layer(index, run))
 
     return hook
 
