@@ -41,12 +41,27 @@ def test_help_imports_neither_torch_nor_transformers(command: list[str], shown: 
         "import sys\nfrom blendrag.cli.main import main\n"
         "try: main()\nexcept SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'numpy', 'faiss', 'matplotlib'} & set(sys.modules)\n"
-        "sys.exit(repr(heavy) if heavy else 0)"
+        "print('heavy:', heavy)"
     )
     args = [sys.executable, "-c", code, *command]
     done = subprocess.run(args, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert shown in done.stdout
+    assert done.stdout.endswith("heavy: set()\n")
+
+
+@pytest.mark.parametrize(("command", "status"), [("--version", 0), ("--nothing", 2)])
+def test_a_command_leaves_without_freeing_objects(command: str, status: int) -> None:
+    code = (
+        "import atexit\nfrom blendrag.cli.main import main\n"
+        "class Freed:\n    def __del__(self): print('freed')\n"
+        "freed = Freed()\n"
+        "try: main()\nfinally: atexit.register(print, 'ended')"
+    )
+    args = [sys.executable, "-c", code, command]
+    done = subprocess.run(args, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert done.stdout.endswith("ended\n")
 
 
 def test_help_shows_the_defaults_of_the_settings() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from blendrag.engine import BlendEngine
 from blendrag.errors import InvalidInputError, ModelLoadError
 from blendrag.model import loading
 from blendrag.model.loading import load_adapter, load_context_tokens, load_tokens
+from blendrag.model.sharing import loaded_once
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
@@ -46,6 +48,17 @@ def test_a_path_is_made_absolute_and_hides_no_name(
 def test_the_context_window_is_known_without_the_weights(checkpoint: str) -> None:
     (Path(checkpoint) / "model.safetensors").unlink()
     assert load_context_tokens(checkpoint) == tiny.adapter(tiny.llama()).context_tokens == 4096
+
+
+def test_no_garbage_is_collected_while_something_is_loaded() -> None:
+    collecting: list[bool] = []
+
+    class Loaded:
+        def __init__(self) -> None:
+            collecting.append(gc.isenabled())
+
+    loaded_once("anything", Loaded)
+    assert [*collecting, gc.isenabled()] == [False, True]
 
 
 def test_the_tokenizers_are_read_once_for_the_corpus_and_the_model(checkpoint: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 
@@ -10,6 +11,14 @@ from blendrag.cli import interrupt
 
 def main() -> None:
     """Run the command line; never returns normally."""
+    status: int | str | None = None
+
+    @atexit.register  # first, so that it is called last
+    def skip_teardown() -> None:
+        """Freeing the objects of torch and transformers one by one takes a second."""
+        if isinstance(status, int):
+            interrupt.leave(status)
+
     interrupt.install()
     try:
         for stream in (sys.stdout, sys.stderr):
@@ -21,7 +30,7 @@ def main() -> None:
         from blendrag.cli.app import app
 
         app(prog_name="blendrag")
-        status: int | str | None = 0
+        status = 0
     except SystemExit as leaving:
         status = leaving.code
     except KeyboardInterrupt:

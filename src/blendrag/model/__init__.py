@@ -2,6 +2,8 @@
 
 import logging
 
+from blendrag.model.sharing import without_collection
+
 
 def _import_models() -> None:
     """Import transformers' models without the warnings of torchao 0.18, if it is installed, about kernels for
@@ -11,7 +13,8 @@ def _import_models() -> None:
     try:
         for logger in loggers:
             logger.setLevel(logging.ERROR)
-        import transformers.modeling_utils  # noqa: F401
+        with without_collection():
+            import transformers.modeling_utils  # noqa: F401
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

@@ -12,6 +12,7 @@ Forwards by others take no lock, and compute what they would without blendrag.
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import weakref
@@ -119,8 +120,21 @@ def loaded_once(key: Hashable, load: Callable[[], T]) -> T:
     with loading:
         found: T | None = _loaded.get(key)
         if found is None:
-            found = _loaded[key] = load()
+            with without_collection():
+                found = _loaded[key] = load()
         return found
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Without Python's garbage collector, which would look at a million new objects again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def is_loaded(key: Hashable) -> bool:
