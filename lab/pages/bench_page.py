@@ -2,7 +2,7 @@
 
 Region ``NAME`` of the page is written from ``NAME.json``, which ``blendrag bench … --json`` printed. A region
 without such a file does not change. NAME starts with the bench: ``ttft``,
-``ttft-compiled``. Equal files give an equal page.
+``answer-smollm2-135m``. Equal files give an equal page.
 """
 
 from __future__ import annotations

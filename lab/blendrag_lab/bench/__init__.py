@@ -25,7 +25,7 @@ SUMMARIES = {
     "attention": "Decode attention of many requests over shared chunks and over private copies.",
     "grammar": "Milliseconds per token with a JSON schema against without.",
     "cluster": "Routing by resident KV against round robin, on replicas on Ray.",
-    "ingest": "Tokens per second of an ingest against stock prefill, and what a writer costs.",
+    "ingest": "Milliseconds to encode a chunk with a writer against without.",
     "search": "Recall and MRR of dense, lexical and hybrid search, and milliseconds per search.",
     "store": "Reads, puts, misses and decoding of the store against raw I/O.",
 }

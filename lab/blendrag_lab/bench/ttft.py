@@ -8,14 +8,11 @@ finding the chunks in the prompt, tokenising, and the way to the engine's thread
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated
 
 import torch
-import typer
 
 from blendrag.fusor import BlendRequest
 from blendrag.fusor.loader import HeldKV, LoadedSpan
@@ -47,8 +44,7 @@ class TtftResult(BlendResult):
     prompt_tokens: int
     charged_ratio: float
     ms: dict[str, Timing]
-    """By mode. ``full_compiled`` (stock prefill through ``torch.compile``) is missing if it was not requested
-    or is not possible, ``prefix_fused`` for a model with running states."""
+    """By mode. ``prefix_fused`` is missing for a model with running states."""
     speedup: float
     """Full prefill over blend."""
     floor_speedup: float
@@ -63,7 +59,6 @@ class TtftResult(BlendResult):
 def ttft_table(result: TtftResult) -> ResultTable:
     modes = {
         "full": "full: stock prefill",
-        "full_compiled": "full, compiled",
         "prefix_stock": "prefix: first chunk cached, stock cache",
         "prefix_fused": "prefix, through the fusor",
         "blend": f"blend, r = {result.ratio:.3g} (charged {result.charged_ratio:.3f})",
@@ -118,35 +113,12 @@ class CachedPrefix:
         return bench.prefill(BlendRequest(bench.prompt_tokens, (span,), Blending.of("full")))[0]
 
 
-def compile_prefill(bench: PromptBench) -> tuple[Callable[[], int] | None, str]:
-    """A stock prefill compiled for this length of prompt, or ``None``; and a sentence about it."""
-    forward = torch.compile(bench.adapter.model.forward, dynamic=False)
-
-    def way() -> int:
-        out = forward(input_ids=bench.ids, use_cache=True, logits_to_keep=1)
-        return int(out.logits[0, -1].argmax())
-
-    began = time.perf_counter()
-    try:
-        way()
-    except Exception as exc:  # a compiler may raise anything
-        first = str(exc).strip().splitlines() or [type(exc).__name__]
-        return None, (
-            f"The stock prefill could not be compiled here ({type(exc).__name__}: {first[0]}), so its row "
-            "is missing; install a C++ compiler for the CPU, or Triton for a GPU."
-        )
-    return way, f"Compiled in {time.perf_counter() - began:,.0f} s, before the measurement."
-
-
 @options.bench(ttft_table)
 @torch.inference_mode()
 def ttft(
     timed: TimedModel,
     workload: Workload,
     tier: options.Tier = "disk",
-    compiled: Annotated[
-        bool, typer.Option("--compiled", help="Also time stock prefill through torch.compile.")
-    ] = False,
     tick: Tick = silent,
 ) -> TtftResult:
     with prompt_bench(timed, workload, parse_tier(tier), tick) as bench:
@@ -162,12 +134,6 @@ def ttft(
         else:
             ways["blend"] = partial(bench.compose, workload.ratio)
             notes.append(RUNS)
-        if compiled:
-            tick("compiling the stock prefill")
-            way, note = compile_prefill(bench)
-            notes.append(note)
-            if way is not None:
-                ways["full_compiled"] = way
         timers = {name: bench.timer(way) for name, way in ways.items()}
         timings = time_ways(timers, workload.rounds, tick)
         tick("measuring memory")

@@ -1,10 +1,9 @@
-"""Time to first token: the figures, the baselines and the compiled prefill."""
+"""Time to first token: the figures and the baselines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import torch
 from blendrag_lab.bench.geometry import TimedModel, random_model
 from blendrag_lab.bench.ttft import CachedPrefix, ttft, ttft_table
 from blendrag_lab.bench.workload import PromptBench, Workload
-from lab.tests.bench.small import LAYERS, no_peak_bytes, printed, timed, tiny_bench
+from lab.tests.bench.small import LAYERS, no_peak_bytes, printed, tiny_bench
 
 MODES = {"full", "prefix_stock", "prefix_fused", "reuse", "blend"}
 CHUNK_TOKENS, PROMPT_TOKENS = 64, 72
@@ -47,29 +46,6 @@ def test_ways_that_compute_everything_choose_the_token_of_stock_prefill(bench):
     token, fusion = bench.blend(policy="hkvd", ratio=1.0)
     assert token == bench.full()
     assert fusion.counts().rows == (PROMPT_TOKENS,) * LAYERS
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_a_compiled_stock_prefill_has_its_own_row_if_a_compiler_works(works, monkeypatch):
-    def compiled(forward: Any, **how: Any) -> Any:
-        def broken(*args: Any, **kwargs: Any) -> Any:
-            raise RuntimeError("no C++ compiler found\nwith a long trace")
-
-        assert how == {"dynamic": False}
-        return forward if works else broken
-
-    monkeypatch.setattr("blendrag_lab.bench.ttft.peak_bytes", no_peak_bytes)
-    monkeypatch.setattr(torch, "compile", compiled)
-    found = ttft(timed(), WORKLOAD, compiled=True)
-    (note,) = found.notes
-    assert (
-        note.startswith("Compiled in ")
-        if works
-        else "(RuntimeError: no C++ compiler found)" in note
-    )
-    assert "\n" not in note
-    shown = [row[0] for row in ttft_table(found).rows]
-    assert ("full, compiled" in shown) == works
 
 
 @torch.inference_mode()
