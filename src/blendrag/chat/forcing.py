@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -59,6 +58,17 @@ class CallForm(NamedTuple):
     """From the arguments of a call to the name of the next; empty if the template writes only one."""
 
 
+def attempted(tokens: Tokens, messages: Sequence[dict[str, Any]], **given: Any) -> str | None:
+    """What the chat template makes of ``messages``; ``None`` if it refuses them.
+
+    Templates check what they are given, and end in jinja errors of many kinds.
+    """
+    try:
+        return tokens.render(list(messages), **given)
+    except Exception:
+        return None
+
+
 def call_form(tokens: Tokens, template: Mapping[str, Any] | None = None) -> CallForm | None:
     """How this model's template writes a call; ``None`` if it shows none and no known form fits.
 
@@ -81,9 +91,8 @@ def _rendered_form(
 def _found_form(tokens: Tokens, given: tuple[tuple[str, Any], ...]) -> CallForm | None:
     form = format_of(tokens)
     known = None if form.call is None else CallForm(*form.call, arguments="json")
-    try:
-        prompt = tokens.render([USER], tools=[TOOL], **dict(given))
-    except Exception:  # jinja errors of many kinds: a template that takes no tools
+    prompt = attempted(tokens, [USER], tools=[TOOL], **dict(given))
+    if prompt is None:
         return known
     thought = _thought(form, prompt)
     for empty, probe, twice in _renderings(tokens, dict(given)):
@@ -153,10 +162,8 @@ def _tags(empty: str, probe: str) -> TagForm | None:
 def _until_turn_ends(text: str, tokens: Tokens, given: dict[str, Any]) -> str:
     """``text`` without what the template writes after an answer."""
     answered = [USER, {"role": "assistant", "content": NAME}]
-    after = ""
-    with suppress(Exception):
-        after = tokens.render(answered, add_generation_prompt=False, **given).rpartition(NAME)[2]
-    call = text.removesuffix(after)
+    whole = attempted(tokens, answered, add_generation_prompt=False, **given) or ""
+    call = text.removesuffix(whole.rpartition(NAME)[2])
     for end in tokens.turn_ends:
         call = call.partition(tokens.control_texts.get(end) or NAME)[0]
     if call == text:  # the turn ends in another way: at the last tag that ends a call
@@ -168,11 +175,11 @@ def _renderings(tokens: Tokens, given: dict[str, Any]) -> Iterator[tuple[str, st
     """Answers that call a tool without and with an argument, and twice if the template allows it, in the
     forms of history that templates take."""
 
-    def rendered(*calls: dict[str, Any], as_text: bool) -> str:
+    def rendered(*calls: dict[str, Any], as_text: bool) -> str | None:
         content = None if as_text else ""
         answer = {"role": "assistant", "content": content, "tool_calls": list(calls)}
         options = {"tools": [TOOL], "add_generation_prompt": False, **given}
-        return tokens.render([USER, answer], **options)
+        return attempted(tokens, [USER, answer], **options)
 
     for call_id in _IDS:
         for as_text in (False, True):
@@ -180,14 +187,9 @@ def _renderings(tokens: Tokens, given: dict[str, Any]) -> Iterator[tuple[str, st
                 function_call(call_id, NAME, json.dumps(arguments) if as_text else arguments)
                 for arguments in ({}, _PROBE)
             )
-            try:
-                empty, probe = (rendered(call, as_text=as_text) for call in (none, one))
-            except Exception:
-                continue
-            twice = ""
-            with suppress(Exception):
-                twice = rendered(one, one, as_text=as_text)
-            yield empty, probe, twice
+            empty, probe = (rendered(call, as_text=as_text) for call in (none, one))
+            if empty is not None and probe is not None:
+                yield empty, probe, rendered(one, one, as_text=as_text) or ""
 
 
 def _thought(form: Format, prompt: str) -> str:

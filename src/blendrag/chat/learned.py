@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import regex
 
 from blendrag.chat.calls import ToolCall, read_calls
-from blendrag.chat.forcing import KEY, NAME, TOOL, USER
+from blendrag.chat.forcing import KEY, NAME, TOOL, USER, attempted
 from blendrag.chat.formats import THINKING, Format
 from blendrag.chat.messages import function_call
 from blendrag.chat.reply import take_apart
@@ -56,10 +55,11 @@ def _render(tokens: Tokens, answer: Mapping[str, Any]) -> str:
         if as_text:
             functions = [(call["id"], call["function"]["arguments"]) for call in calls]
             calls = [function_call(each, NAME, json.dumps(given)) for each, given in functions]
+        given = {**answer, "tool_calls": calls} if calls else dict(answer)
         for tools in ([TOOL], None):
-            with suppress(Exception):  # jinja errors of many kinds
-                given = {**answer, "tool_calls": calls} if calls else dict(answer)
-                return tokens.render([USER, given], tools=tools, add_generation_prompt=False)
+            made = attempted(tokens, [USER, given], tools=tools, add_generation_prompt=False)
+            if made is not None:
+                return made
     return ""
 
 
@@ -80,10 +80,9 @@ def _said(tokens: Tokens, header: str, end: str, count: int) -> str:
 def _answer(tokens: Tokens, whole: str, header: str) -> str:
     """``whole`` without the prompt."""
     for asks in (True, False):
-        with suppress(Exception):
-            prompt = tokens.render([USER], tools=[TOOL], add_generation_prompt=asks)
-            if whole.startswith(prompt):
-                return whole[len(prompt) :]
+        prompt = attempted(tokens, [USER], tools=[TOOL], add_generation_prompt=asks)
+        if prompt is not None and whole.startswith(prompt):
+            return whole[len(prompt) :]
     return whole[common_prefix(whole, header) :]
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from blendrag.chat.forcing import USER, attempted
 from blendrag.errors import InvalidOptionError
 from blendrag.wording import quoted
 
@@ -97,12 +97,8 @@ def _obeys(tokens: Tokens, name: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _makes_a_difference(tokens: Tokens, template: str, name: str) -> bool:
-    prompts: list[str | None] = []
-    for value in _PROBES[name]:
-        prompts.append(None)
-        with suppress(Exception):  # jinja errors of many types, from templates that check values
-            prompts[-1] = tokens.render([{"role": "user", "content": "a"}], **{name: value})
-    return prompts[0] != prompts[1]
+    one, other = (attempted(tokens, [USER], **{name: value}) for value in _PROBES[name])
+    return one != other
 
 
 def _refuse_unknown(tokens: Tokens, given: Mapping[str, Any]) -> None:
