@@ -13,7 +13,6 @@ import pytest
 import safetensors.torch
 import torch
 from greenlet import getcurrent, greenlet
-from torch.overrides import TorchFunctionMode
 
 import tiny
 import writers
@@ -65,28 +64,6 @@ def test_a_chunk_is_encoded_as_peft_computes_it_behind_a_stock_prefix(
         largest = max(float(layer.abs().max()) for layer in expected.layers)
         assert largest_difference(encoded(adapter, folder, prefix), expected) < 1e-5 * largest
         assert largest_difference(adapter.encode(prefix, IDS), expected) > 1e-3
-
-
-def test_layers_with_the_same_input_share_a_product(tmp_path: Path) -> None:
-    model = tiny.llama()
-    adapter, products = tiny.adapter(model), list[torch.Size]()
-    fitted = FittedWriter(Writer.load(writers.writer(model, tmp_path)), adapter)
-
-    class Counted(TorchFunctionMode):
-        def __torch_function__(
-            self, call: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            if call is torch.nn.functional.linear and args[1].shape[0] in (4, 8, 12):
-                products.append(args[1].shape)
-            return call(*args, **kwargs or {})
-
-    with fitted.active(0, len(IDS)), Counted():
-        adapter.encode([], IDS)
-    qkv, gate_up, alone = (12, 32), (8, 32), [4]
-    layers = len(adapter.decoder_layers)
-    found = [tuple(shape) for shape in products]
-    assert (found.count(qkv), found.count(gate_up)) == (layers, layers - 1)
-    assert len([rows for rows, _ in found if [rows] == alone]) == 2 * (layers - 1)  # o and down
 
 
 @pytest.mark.parametrize("has_writer", [False, True])

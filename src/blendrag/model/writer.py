@@ -279,44 +279,16 @@ class _Part(NamedTuple):
     module: nn.Module
     shape: tuple[int, int]
     """Inputs and outputs."""
-    low: slice
-    """Its columns of the group's product."""
+    down: torch.Tensor
+    """``[r, in]``"""
     up: torch.Tensor
     """``[r, out]``, scaled."""
 
-
-class _Group:
-    """Layers that get the same tensor, such as the projections to Q, K and V: one matrix ``down``."""
-
-    def __init__(
-        self, modules: Mapping[str, nn.Module], parts: Mapping[str, LowRank], like: Any
-    ) -> None:
+    @classmethod
+    def of(cls, name: str, module: nn.Module, part: LowRank, like: Any) -> _Part:
         """``like``: device and dtype."""
-        self.down = torch.cat([part.down.to(*like) for part in parts.values()])  # [Σr, in]
-        self.parts, end = list[_Part](), 0
-        for name, part in parts.items():
-            start, end = end, end + len(part.down)
-            up = (part.up.T * part.scale).contiguous().to(*like)
-            self.parts.append(_Part(name, modules[name], part.shape, slice(start, end), up))
-
-
-class _Products:
-    """The products of one forward with a group's ``down``."""
-
-    def __init__(self, group: _Group, skip: int) -> None:
-        self.skip = skip
-        self._down, self._last = group.down, group.parts[-1]
-        self._given: torch.Tensor | None = None
-        self._low: torch.Tensor | None = None
-
-    def of(self, part: _Part, given: torch.Tensor) -> torch.Tensor:
-        """``[T, r]`` of that part; ``given`` ``[1, skip + T, in]``."""
-        low = self._low if given is self._given else None
-        if low is None:
-            low = F.linear(given[0, self.skip :].to(self._down.dtype), self._down)  # [T, Σr]
-        # the last layer in the group frees them
-        self._given, self._low = (None, None) if part is self._last else (given, low)
-        return low[:, part.low]
+        up = (part.up.T * part.scale).contiguous().to(*like)
+        return cls(name, module, part.shape, part.down.to(*like), up)
 
 
 class FittedWriter:
@@ -334,10 +306,10 @@ class FittedWriter:
         modules = dict(adapter.model.named_modules())
         if unknown := [name for name in writer.parts if name not in modules]:
             raise self._unfit(f"which has no layer {unknown[0]:.100}")
-        groups = self._grouped(writer, {name: modules[name] for name in writer.parts})
+        needed = self._needed(writer, {name: modules[name] for name in writer.parts})
         like = adapter.device, adapter.layout.torch_dtype
         with torch.inference_mode(False), torch.no_grad():
-            self._groups = [_Group(modules, parts, like) for parts in groups]
+            self._parts = [_Part.of(n, modules[n], writer.parts[n], like) for n in needed]
         self._require_fit()
 
     def _unfit(self, why: str) -> ModelLoadError:
@@ -346,32 +318,27 @@ class FittedWriter:
             "this model, or none"
         )
 
-    def _grouped(
-        self, writer: Writer, modules: Mapping[str, nn.Module]
-    ) -> list[dict[str, LowRank]]:
-        """Parts that are given the same tensor, in the order in which encoding runs them. Those behind the
-        last layer's K and V change nothing that is stored, and are left out.
+    def _needed(self, writer: Writer, modules: Mapping[str, nn.Module]) -> list[str]:
+        """The writer's layers without those behind the last layer's K and V, which change nothing that is
+        stored.
 
-        Raises :class:`ModelLoadError` unless all of the writer's layers fit.
+        Raises :class:`ModelLoadError` unless all of them fit.
         """
-        given: dict[str, torch.Tensor] = {}
+        called: dict[str, None] = {}
         needed: list[str] = []
 
         def noted(name: str) -> Any:
             def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
                 self._require_shape(name, writer.parts[name].shape, args, output, TRIAL_TOKENS)
-                given[name] = args[0]
+                called[name] = None
 
             return only_here(note)
 
         hooks = {module: noted(name) for name, module in modules.items()}
         with torch.inference_mode(), _hooked(hooks):
-            self._adapter.prefill_at(range(TRIAL_TOKENS), after_kv=lambda: needed.extend(given))
-        self._require_all(writer.parts, given)
-        groups: dict[int, dict[str, LowRank]] = {}
-        for name in needed or given:  # all if the model never says when the last layer has K and V
-            groups.setdefault(id(given[name]), {})[name] = writer.parts[name]
-        return list(groups.values())
+            self._adapter.prefill_at(range(TRIAL_TOKENS), after_kv=lambda: needed.extend(called))
+        self._require_all(writer.parts, called)
+        return needed or [*called]  # all if the model never says when the last layer has K and V
 
     @torch.inference_mode()
     def _require_fit(self) -> None:
@@ -392,23 +359,22 @@ class FittedWriter:
         Raises :class:`ModelLoadError` after a forward that left out a layer of the writer.
         """
         called: set[str] = set()
-        hooks = {}
-        for group in self._groups:
-            products = _Products(group, skip)
-            for part in group.parts:
-                hooks[part.module] = only_here(self._hook(part, products, skip + tokens, called))
+        hooks = {
+            part.module: only_here(self._hook(part, skip, skip + tokens, called))
+            for part in self._parts
+        }
         with _hooked(hooks):
             yield
-        self._require_all((part.name for group in self._groups for part in group.parts), called)
+        self._require_all((part.name for part in self._parts), called)
 
-    def _hook(self, part: _Part, products: _Products, end: int, called: set[str]) -> Any:
-        skip, (inputs, outputs), up = products.skip, part.shape, part.up
+    def _hook(self, part: _Part, skip: int, end: int, called: set[str]) -> Any:
+        (inputs, outputs), down, up = part.shape, part.down, part.up
         shapes = (1, end, inputs), (1, end, outputs)
 
         def change(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if not args or (getattr(args[0], "shape", None), output.shape) != shapes:
                 self._require_shape(part.name, part.shape, args, output, end)
-            low = products.of(part, args[0])  # [T, r]
+            low = F.linear(args[0][0, skip:].to(down.dtype), down)  # [T, r]
             if output.dtype == up.dtype:
                 output[0, skip:].addmm_(low, up)  # [T, out]
             else:  # quantised layers may compute in another dtype
