@@ -69,7 +69,9 @@ def test_attention_of_one_token_is_that_of_repeated_heads(
         (torch.bfloat16, True, 7, 7),
         (torch.bfloat16, True, attention.FOLDED_HEADS, attention.FOLDED_HEADS),
         (torch.bfloat16, True, 3, 1),
-        (torch.bfloat16, False, 3, 3),
+        (torch.bfloat16, False, 3, 4),
+        (torch.bfloat16, False, 5, 6),
+        (torch.bfloat16, False, 9, 9),
         (torch.float32, True, 3, 3),
         (torch.bfloat16, True, 1, 1),
         (torch.bfloat16, False, 1, 2),
@@ -79,7 +81,7 @@ def test_attention_of_one_token_is_that_of_repeated_heads(
 def test_heads_are_rows_of_one_where_that_is_faster(
     dtype: torch.dtype, amx: bool, sharing: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K and V are never repeated; a lone row is."""
+    """K and V are never repeated; an odd row is."""
     monkeypatch.setattr(attention, "has_amx", lambda: amx)
     monkeypatch.setattr(attention.compat, "cpu_multiplies_fast", lambda dtype: True)
     seen: list[tuple[int, int]] = []
@@ -93,6 +95,32 @@ def test_heads_are_rows_of_one_where_that_is_faster(
     key = torch.randn(1, 2, 9, 8).to(dtype)
     attention.attend_token(torch.randn(1, 2 * sharing, 1, 8).to(dtype), key, key, None)
     assert seen == [(rows, 2)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "threads", "parts"), [(3, 2, 2), (1, 4, 4), (4, 2, 1), (2, 6, 3)]
+)
+@pytest.mark.parametrize("left", [0, 1])
+def test_threads_that_have_no_head_of_their_own_share_the_tokens_of_one(
+    heads: int, threads: int, parts: int, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(attention, "PART_TOKENS", 8)
+    seen: list[tuple[int, int]] = []
+    stock = compat.cpu_flash_attention
+
+    def watched(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given: Any) -> Any:
+        seen.append((key.shape[0], key.shape[2]))
+        return stock(query, key, value, **given)
+
+    monkeypatch.setattr(attention.compat, "cpu_flash_attention", watched)
+    tokens = 8 * parts + left
+    query = torch.randn(1, 2 * heads, 1, 8)
+    key, value = (torch.randn(1, heads, tokens + 5, 8)[:, :, :tokens] for _ in range(2))
+    out = attention.attend_token(query, key, value, 0.3)
+    expected = F.scaled_dot_product_attention(query, key, value, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(out, expected.transpose(1, 2), atol=CLOSE, rtol=CLOSE)
+    assert [each for each in seen if each[0] > 1] == [(parts, 8)] * (parts > 1)
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "position_bias"])

@@ -7,6 +7,7 @@ model's own implementation gets the explicit mask of :attr:`Rows.mask`, also the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -42,6 +43,11 @@ FOLDED_HEADS = 4
 #: Rows from which torch's fused kernel (2.13) is faster with heads apart in bfloat16 on a CPU with AMX: the
 #: bias is then that of one head.
 APART_ROWS = 64
+#: Rows from which one row more is no gain where torch's fused kernel (2.13) takes them by two. Below, a lone
+#: row takes twice as long as two rows, three and seven take a tenth longer than four and eight.
+EVEN_ROWS = 8
+#: Tokens of a part at least, where the threads of a CPU share the tokens of one head.
+PART_TOKENS = 512
 #: Arguments of attention implementations that this one does not serve.
 UNSERVED = ("softcap", "s_aux", "position_bias", "cache")
 
@@ -215,7 +221,7 @@ def decode_attention(
     """
     has_more = dropout or needs_more(kwargs)
     is_masked_by_head = attention_mask is not None and attention_mask.shape[1] != 1
-    is_stock = query.shape[1] == key.shape[1] and not is_slow_row(query)
+    is_stock = query.shape[1] == key.shape[1] and not wants_even_rows(query)
     if query.shape[2] != 1 or is_stock or has_more or is_masked_by_head:
         arguments = (module, query, key, value, attention_mask)
         return compat.stock_sdpa(*arguments, scaling=scaling, dropout=dropout, **kwargs)
@@ -233,8 +239,7 @@ def attend_token(
     ``[B, 1, H, D]``, with a ``mask`` for all heads.
 
     K and V are read where they are. Heads that share them are rows of one head, which read them once, unless
-    they are so few that torch's CPU kernel is faster with each of them alone. A lone row is attended twice
-    where that is faster (:func:`is_slow_row`).
+    they are so few that torch's CPU kernel is faster with each of them alone.
     """
     batch, heads, _, width = query.shape
     kv_heads = key.shape[1]
@@ -248,18 +253,61 @@ def attend_token(
     if not (is_short and has_amx()) or key.shape[3] != value.shape[3]:
         query = query.reshape(batch, kv_heads, sharing, width)
     rows = query.shape[2]
-    if is_slow_row(query):
-        query = query.repeat(1, 1, 2, 1)
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != kv_heads
-    )
+    if wants_even_rows(query):
+        query = with_one_row_more(query)
+    parts = 1 if mask is not None else _parts(query, key, value)
+    if parts > 1:
+        out = _in_parts(query, key, value, scaling, parts)
+    else:
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != kv_heads
+        )
     return out[:, :, :rows].reshape(batch, 1, heads, -1)
 
 
-def is_slow_row(query: torch.Tensor) -> bool:
-    """Whether torch's fused kernel (2.13) attends two rows sooner than the only row of ``query``
-    ``[B, H, S, D]``, which it does not multiply in bfloat16."""
-    return query.shape[2] == 1 and _multiplies(query) and compat.cpu_multiplies_fast(query.dtype)
+def wants_even_rows(query: torch.Tensor) -> bool:
+    """Whether torch's fused kernel (2.13) attends the rows of ``query`` ``[B, H, S, D]`` sooner with one row
+    more: it multiplies pairs of rows in bfloat16."""
+    rows = query.shape[2]
+    is_odd = rows % 2 == 1 and rows < EVEN_ROWS
+    return is_odd and _multiplies(query) and compat.cpu_multiplies_fast(query.dtype)
+
+
+def with_one_row_more(query: torch.Tensor) -> torch.Tensor:
+    return torch.cat((query, query[:, :, -1:]), dim=2)
+
+
+def _parts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> int:
+    """Into how many parts the tokens are cut, so that all threads compute: torch's CPU kernel (2.13) gives
+    each of them whole heads."""
+    heads, tokens = key.shape[1:3]
+    if (
+        query.device.type != "cpu"
+        or len(query) > 1
+        or query.shape[1] != heads
+        or key.shape != value.shape
+    ):
+        return 1
+    threads = torch.get_num_threads()
+    return max(1, min(threads // math.gcd(heads, threads), tokens // PART_TOKENS))
+
+
+def _in_parts(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None, parts: int
+) -> torch.Tensor:
+    """Attention of ``query`` ``[1, H, S, D]`` over parts of equal length and the tokens that are left, merged
+    by their log-sum-exps (Flash-Decoding, https://pytorch.org/blog/flash-decoding/)."""
+    length = key.shape[2] // parts
+    cut = [each[0, :, : parts * length].unflatten(1, (parts, length)) for each in (key, value)]
+    keys, values = (each.transpose(0, 1) for each in cut)  # [P, H, L, D]
+    out, lse = compat.cpu_flash_attention(
+        query.expand(parts, -1, -1, -1), keys, values, scale=scaling
+    )
+    if parts * length < key.shape[2]:
+        left = (each[:, :, parts * length :] for each in (key, value))
+        last_out, last_lse = compat.cpu_flash_attention(query, *left, scale=scaling)
+        out, lse = torch.cat((out, last_out)), torch.cat((lse, last_lse))
+    return (out * lse.softmax(0)[..., None]).sum(0, keepdim=True).to(query.dtype)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from blendrag.errors import InvalidInputError
-from blendrag.fusor.attention import has_fused_kernels, is_slow_row
+from blendrag.fusor.attention import has_fused_kernels, wants_even_rows, with_one_row_more
 from blendrag.fusor.rows import aligned_zeros
 from blendrag.model.compat import cpu_flash_attention, cuda_attention
 from blendrag.model.positions import Repositioner, Rotation, rotary_table
@@ -516,8 +516,8 @@ def attend_part(
     D]`` and log-sum-exps ``[B, Hkv, M]``, float32. T is not 0, and each row sees a key."""
     if query.device.type == "cpu" and query.shape[2] < PRODUCT_ROWS:
         query, rows = query.to(keys.dtype), query.shape[2]
-        if is_slow_row(query):
-            query = query.repeat(1, 1, 2, 1)
+        if wants_even_rows(query) and (bias is None or rows == 1):
+            query = with_one_row_more(query)
         out, lse = cpu_flash_attention(query, keys, values, attn_mask=bias, scale=scaling)
         return out[:, :, :rows], lse[:, :, :rows]
     if has_fused_kernels(keys, values):
