@@ -23,14 +23,16 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     for i in range(5):
         (docs / f"d{i}.txt").write_text(tiny.document(i, paragraphs=6).text)
     given = {"chunk_tokens": 64, "max_new_tokens": 8, "top_k": 4}
-    with tiny.engine(tiny.llama(), root / "store", **given) as made:
+    with tiny.engine(tiny.llama(num_hidden_layers=2), root / "store", **given) as made:
         made.ingest([docs])
         yield made
 
 
 @pytest.fixture(scope="session")
 def _changing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    with tiny.engine(tiny.llama(), tmp_path_factory.mktemp("kv"), chunk_tokens=64) as made:
+    with tiny.engine(
+        tiny.llama(num_hidden_layers=2), tmp_path_factory.mktemp("kv"), chunk_tokens=64
+    ) as made:
         yield made
 
 
@@ -44,7 +46,7 @@ def empty(_changing: BlendEngine) -> Iterator[BlendEngine]:
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[BlendEngine]:
     """An engine of one test."""
-    with tiny.engine(tiny.llama(), tmp_path / "kv", chunk_tokens=64) as made:
+    with tiny.engine(tiny.llama(num_hidden_layers=2), tmp_path / "kv", chunk_tokens=64) as made:
         yield made
 
 

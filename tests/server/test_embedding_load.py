@@ -34,7 +34,7 @@ SEARCH = {"messages": HELLO, "retrieve": True, "max_tokens": 1}
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     root = tmp_path_factory.mktemp("held") / "store"
-    with tiny.engine(tiny.llama(), root, max_new_tokens=1) as made:
+    with tiny.engine(tiny.llama(num_hidden_layers=2), root, max_new_tokens=1) as made:
         held = tiny.HeldEmbedder(made.kv_namespace.corpus.embedding_turns)
         made.kv_namespace.corpus.__dict__["embedder"] = held
         held.allow(100)

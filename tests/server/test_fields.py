@@ -251,14 +251,14 @@ PENALTIES = {"presence_penalty": 0.1, "frequency_penalty": 0.1, "logit_bias": {"
 def test_the_openai_client_sends_nothing_that_is_refused(server: Live) -> None:
     with openai.OpenAI(base_url=server.v1, api_key="none", max_retries=0) as client:
         create = client.chat.completions.create
-        for given in (
-            {}, SAMPLING, PENALTIES, {"max_completion_tokens": 4, "n": 2}, {"logprobs": True},
+        for given in ({}, {"max_completion_tokens": 4, "n": 2}, *packed((
+            SAMPLING, PENALTIES, {"logprobs": True},
             {"tools": [TOOL], "tool_choice": "auto", "parallel_tool_calls": False}, {"stop": ["x"]},
             {"metadata": {"a": "b"}, "store": True, "service_tier": "auto", "user": "me"},
             {"reasoning_effort": "low", "verbosity": "low", "modalities": ["text"]},
             {"prediction": {"type": "content", "content": "x"}, "prompt_cache_key": "x"},
             {"extra_body": {"top_k": 40, "min_p": 0.05, "repetition_penalty": 1.05}},
-        ):  # fmt: skip
+        ))):  # fmt: skip
             assert create(model=NAME, messages=HELLO, **given).choices
             for chunk in create(
                 model=NAME,
@@ -268,22 +268,18 @@ def test_the_openai_client_sends_nothing_that_is_refused(server: Live) -> None:
                 **given,
             ):
                 assert chunk.id
-        for given in (
-            {},
-            SAMPLING,
-            PENALTIES,
-            {"logprobs": 1, "echo": False, "best_of": 1, "user": "me"},
-        ):
+        more = {"logprobs": 1, "echo": False, "best_of": 1, "user": "me"}
+        for given in ({}, SAMPLING | PENALTIES | more):
             assert client.completions.create(model=NAME, prompt="Hello", **given).choices
 
 
 def test_langchain_openai_sends_nothing_that_is_refused(server: Live) -> None:
     where = {"model": NAME, "base_url": server.v1, "api_key": "none", "max_retries": 0}
-    for given in (
-        {}, SAMPLING, PENALTIES, {"n": 2}, {"logprobs": True, "top_logprobs": 1}, {"stream_usage": True},
+    for given in ({}, {"n": 2}, *packed((
+        SAMPLING, PENALTIES, {"logprobs": True, "top_logprobs": 1}, {"stream_usage": True},
         {"reasoning_effort": "low", "verbosity": "low", "service_tier": "auto", "store": False},
         {"metadata": {"a": "b"}, "stop": ["x"], "extra_body": {"top_k": 4}},
-    ):  # fmt: skip
+    ))):  # fmt: skip
         llm = ChatOpenAI(**where, **given)
         assert llm.invoke("Hello").id
         assert list(llm.stream("Hello"))
@@ -291,17 +287,17 @@ def test_langchain_openai_sends_nothing_that_is_refused(server: Live) -> None:
     assert llm.bind_tools([search]).invoke("Hello").id
     for choice in ("auto", "none"):
         assert llm.bind_tools([search], tool_choice=choice, strict=True).invoke("Hello").id
-    for given in ({}, SAMPLING, PENALTIES, {"best_of": 1, "n": 1, "logprobs": 1}):
+    for given in ({}, SAMPLING | PENALTIES | {"best_of": 1, "n": 1, "logprobs": 1}):
         assert OpenAI(**where, **given).invoke("Hello") is not None
 
 
 def test_openai_like_of_llama_index_sends_nothing_that_is_refused(server: Live) -> None:
     where = {"model": NAME, "api_base": server.v1, "api_key": "none", "max_retries": 0}
-    for given in (
-        {}, {"temperature": 0.7, "max_tokens": 4}, {"logprobs": True, "top_logprobs": 2},
+    for given in ({}, *packed((
+        {"temperature": 0.7, "max_tokens": 4}, {"logprobs": True, "top_logprobs": 2},
         {"reasoning_effort": "low"}, {"additional_kwargs": SAMPLING | PENALTIES},
         {"is_function_calling_model": True}, {"modalities": ["text"]},
-    ):  # fmt: skip
+    ))):  # fmt: skip
         llm = OpenAILike(**where, **given, is_chat_model=True)
         assert llm.chat([ChatMessage(role="user", content="Hello")]).message
         assert list(llm.stream_chat([ChatMessage(role="user", content="Hello")]))

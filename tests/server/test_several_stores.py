@@ -29,7 +29,7 @@ def server(demo_engine: BlendEngine, tmp_path_factory: pytest.TempPathFactory) -
     with (
         BlendEngine("demo", demo_engine.root, **given) as first,
         BlendEngine("demo", root / "people", beside=first, **given) as people,
-        tiny.engine(tiny.llama(), root / "other", beside=first) as other,
+        tiny.engine(tiny.llama(num_hidden_layers=2), root / "other", beside=first) as other,
     ):
         for engine in (first, people):
             engine.kv_namespace.corpus.__dict__["embedder"] = tiny.WordEmbedder()

@@ -20,7 +20,9 @@ LONG = {"source": "long.txt", "text": " ".join(tiny.sentence(number) for number 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Live]:
-    with tiny.engine(tiny.llama(), tmp_path / "s", prefix_text=tiny.BOS) as engine:
+    with tiny.engine(
+        tiny.llama(num_hidden_layers=2), tmp_path / "s", prefix_text=tiny.BOS
+    ) as engine:
         engine.ingest([tiny.document(0)])
         with live(engine, keys="editor write") as made:
             yield made

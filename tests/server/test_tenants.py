@@ -23,7 +23,9 @@ TEXTS = [" ".join(tiny.sentence(10 * i + k) for k in range(3)) for i in range(16
 @contextmanager
 def serving(root: Path, keys: str = KEYS, **changes: Any) -> Iterator[Live]:
     with (
-        tiny.engine(tiny.llama(), root, learn=True, prefix_text=tiny.BOS, **changes) as engine,
+        tiny.engine(
+            tiny.llama(num_hidden_layers=2), root, learn=True, prefix_text=tiny.BOS, **changes
+        ) as engine,
         live(engine, keys=keys) as server,
     ):
         yield server

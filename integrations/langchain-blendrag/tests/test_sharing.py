@@ -43,7 +43,11 @@ def test_configurable_fields_keep_the_engine_of_a_named_wrapper(root: Path) -> N
 
 
 def test_the_loaded_model_of_an_application_answers_over_a_vector_store(root: Path) -> None:
-    names: Any = {"model": tiny.llama(), "tokenizer": tiny.tokenizer(), "store": str(root)}
+    names: Any = {
+        "model": tiny.llama(num_hidden_layers=2),
+        "tokenizer": tiny.tokenizer(),
+        "store": str(root),
+    }
     pieces = BlendTextSplitter(**names).create_documents([SHIPS])
     store = BlendVectorStore.from_documents(pieces, DeterministicFakeEmbedding(size=16), **names)
     with ChatBlend(**names, max_tokens=2) as llm:

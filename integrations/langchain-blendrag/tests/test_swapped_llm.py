@@ -65,7 +65,7 @@ def retriever():
 def test_nine_tenths_of_the_context_are_reused_from_the_third_request_on(
     tmp_path, retriever, seen, model, prompt, learns
 ):
-    with tiny.engine(tiny.llama(), tmp_path / "kv", learn=learns) as engine:
+    with tiny.engine(tiny.llama(num_hidden_layers=2), tmp_path / "kv", learn=learns) as engine:
         chain = create_stuff_documents_chain(model(engine=engine), prompt)
         pieces, shares, known = set(), [], []
         for question in QUESTIONS:

@@ -37,7 +37,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     """An engine over these nodes and an ingested file, which has none of these fields."""
     root = tmp_path_factory.mktemp("filters")
     (root / "ingested.txt").write_text(tiny.document(1, paragraphs=2).text)
-    with tiny.engine(tiny.llama(), root / "store", chunk_tokens=64) as made:
+    with tiny.engine(tiny.llama(num_hidden_layers=2), root / "store", chunk_tokens=64) as made:
         made.ingest([root / "ingested.txt"])
         nodes = [TextNode(id_=n, text=text_about(n), metadata=m) for n, m in METADATA.items()]
         BlendVectorStore(engine=made).add(nodes)

@@ -32,7 +32,11 @@ def test_metadata_of_a_named_model_does_not_load_its_weights(root: Path) -> None
 
 
 def test_the_loaded_model_of_an_application_is_used_by_all_wrappers(root: Path) -> None:
-    names: Any = {"model": tiny.llama(), "tokenizer": tiny.tokenizer(), "store": str(root)}
+    names: Any = {
+        "model": tiny.llama(num_hidden_layers=2),
+        "tokenizer": tiny.tokenizer(),
+        "store": str(root),
+    }
     node = TextNode(text=tiny.document(1, paragraphs=2).text)
     package.BlendPrecompute(**names)([node])
     llm = BlendLLM(**names, max_tokens=2)

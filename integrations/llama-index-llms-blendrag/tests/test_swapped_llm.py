@@ -41,7 +41,7 @@ def index_of(*steps):
 
 
 def test_nine_tenths_of_the_context_are_reused_from_the_third_request_on(seen, tmp_path):
-    with tiny.engine(tiny.llama(), tmp_path / "kv", learn=True) as engine:
+    with tiny.engine(tiny.llama(num_hidden_layers=2), tmp_path / "kv", learn=True) as engine:
         query_engine = index_of().as_query_engine(llm=BlendLLM(engine=engine), similarity_top_k=20)
         shares, orders = [], []
         for question in QUESTIONS:
@@ -59,7 +59,7 @@ def test_nine_tenths_of_the_context_are_reused_from_the_third_request_on(seen, t
 
 
 def test_with_precompute_as_a_step_the_first_request_reuses_them(seen, tmp_path):
-    with tiny.engine(tiny.llama(), tmp_path / "kv") as engine:
+    with tiny.engine(tiny.llama(num_hidden_layers=2), tmp_path / "kv") as engine:
         index = index_of(BlendPrecompute(engine=engine))
         index.as_query_engine(llm=BlendLLM(engine=engine)).query(QUESTIONS[0])
         assert [c["outcome"] for c in seen.metrics[0]["chunks"]] == ["blended"] * 2

@@ -21,7 +21,7 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
-from rich.progress import track
+from rich.progress import Progress
 from scipy import stats
 
 from blendrag.cli.lifecycle import DONE, begin, reporting
@@ -341,9 +341,11 @@ def main(
     adapter = load_adapter(absolute_model(model), "auto", "auto")
     tokens, prefix_ids = adapter.tokens, _prefix_ids(adapter.tokens)
     dataset = synthetic_dataset(tokens, seed, "test", contexts, chunks, chunk_tokens, n_questions=1)
-    cases = track(dataset.cases, "prompts", console=console(err=True), transient=True)
-    prompts = (StoredPrompt(adapter, plan_of(tokens, case), prefix_ids) for case in cases)
-    print_json(asdict(measure(prompts, policies.split(","), schedules.split(","), ratio)))
+    with Progress(console=console(err=True), transient=True) as progress:
+        cases = progress.track(dataset.cases, description="prompts")
+        prompts = (StoredPrompt(adapter, plan_of(tokens, case), prefix_ids) for case in cases)
+        report = measure(prompts, policies.split(","), schedules.split(","), ratio)
+    print_json(asdict(report))
     return DONE
 
 

@@ -17,7 +17,7 @@ CHUNKS = tuple(tuple(tiny.sentence(10 * c + i) for i in range(3)) for c in range
 
 @cache
 def adapter() -> ModelAdapter:
-    return tiny.adapter(tiny.llama())
+    return tiny.adapter(tiny.llama(num_hidden_layers=2))
 
 
 def cases(contexts: int = 2, questions: int = 2) -> tuple[Case, ...]:

@@ -129,7 +129,7 @@ def test_int8_kv_is_read_and_has_its_own_journal():
 def test_a_twentieth_of_the_tokens_answers_as_full_prefill_on_the_embedded_model():
     """It resolves references in layers 1 to 5, so rows in earlier layers alone are of no use."""
     adapter = load_adapter("demo")
-    dataset = synthetic_dataset(adapter.tokens, seed=7, n_contexts=2, n_questions=8)
+    dataset = synthetic_dataset(adapter.tokens, seed=7, n_contexts=1, n_questions=8)
     kinds = ("coreference", "direct")
     dataset = replace(dataset, cases=tuple(c for c in dataset.cases if c.kind in kinds))
     schedules = ["first:3", "first:5"]

@@ -13,35 +13,45 @@ import tiny
 from blendrag.demo import handbook_path
 from blendrag.errors import InvalidInputError
 from blendrag.model.tokens import Tokens
+from blendrag.text.chunking import Chunk, Chunker
 from blendrag_lab.evaluation.arena import Arena
 from blendrag_lab.evaluation.datasets import Dataset, spread
 from blendrag_lab.evaluation.tasks import MEASURED, TASKS, _asked_of, make_task
 from blendrag_lab.evaluation.ways import make_ways
 from lab.tests.evaluation import lab
 
+TOKENS = Tokens(tiny.tokenizer())
+
 
 @pytest.fixture(autouse=True, scope="module")
-def small_modules() -> Iterator[None]:
-    """Larger ones take seconds to cut."""
+def few_cuts() -> Iterator[None]:
+    """Small modules only, and each text is cut once."""
+    split = cache(lambda text, size: Chunker(TOKENS.text, size).split(text))
+
+    class OnceCut(Chunker):
+        def split(self, text: str) -> list[Chunk]:  # type: ignore[override]
+            return split(text, self.chunk_tokens)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("blendrag_lab.evaluation.tasks.LARGEST_MODULE", 5_000)
+        patch.setattr("blendrag_lab.evaluation.tasks.Chunker", OnceCut)
         yield
 
 
 @cache
 def made(name: str, n_cases: int = 4, n_chunks: int = 4, seed: int = 1) -> Dataset:
-    return make_task(name, Tokens(tiny.tokenizer()), seed, n_cases, n_chunks, 256)
+    return make_task(name, TOKENS, seed, n_cases, n_chunks, 256)
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_cases_depend_on_the_seed_and_have_chunks_of_the_asked_size(name):
-    found, tokens = made(name), Tokens(tiny.tokenizer())
+    found = made(name)
     assert (found.name, found.n_chunks, found.chunk_tokens, len(found.cases)) == (name, 4, 256, 4)
-    assert make_task(name, tokens, 1, 2, 4, 256).cases == found.cases[:2]
+    assert make_task(name, TOKENS, 1, 2, 4, 256).cases == found.cases[:2]
     assert made(name, n_cases=1, seed=2).cases[0].chunks != found.cases[0].chunks
     for case in found.cases:
         assert len(set(case.chunks)) == 4
-        sizes = [len(tokens.encode_text(chunk)) for chunk in case.chunks]
+        sizes = [len(TOKENS.encode_text(chunk)) for chunk in case.chunks]
         assert max(sizes) <= 256
         assert sum(sizes) > 0.6 * 4 * 256
     assert len({case.digest for case in found.cases}) == 4
@@ -117,7 +127,7 @@ def test_every_turn_of_a_chat_has_the_document_that_answers_it():
 @pytest.mark.parametrize("name", TASKS)
 def test_every_chunk_of_a_task_is_loaded(name):
     ways = make_ways(["reuse"], [], [], [True])
-    data = make_task(name, Tokens(tiny.tokenizer()), 1, 1, 3, 128)
+    data = make_task(name, TOKENS, 1, 1, 3, 256)
     *_, reuse = Arena(lab.adapter(), data, ways, max_new_tokens=2).run()
     assert (reuse.policy, reuse.charged_ratio, reuse.n_chunks) == ("reuse", 0.0, 3)
     assert reuse.token_kl > 0.0  # type: ignore[operator]
