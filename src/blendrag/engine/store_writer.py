@@ -125,11 +125,10 @@ class StoreWriter:
             raise ModelLoadError(self._misfit[1])
         if self._fitted is None or self._fitted[0] != fitted:
             writer = self._writer_of(fingerprint)
-            if writer.has_adapters != bool(adapter.identity.adapters):
-                had, has = ("with", "without") if writer.has_adapters else ("without", "with")
+            if adapter.identity.adapters:
                 log.warning(
-                    "%s was trained for a model %s a lora and is used %s one; its KV may be worse",
-                    *(writer.label, had, has),
+                    "%s was trained for a model without a lora and is used with one; its KV may be worse",
+                    writer.label,
                 )
             try:
                 self._fitted = fitted, FittedWriter(writer, adapter)

@@ -72,8 +72,6 @@ class Writer:
     """By the name of the linear layer."""
     model_id: str
     """Model that it was trained for."""
-    has_adapters: bool
-    """Whether that model had a LoRA of its own (``lora``)."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -142,7 +140,7 @@ class Writer:
                     f"of rank {rank}; copy the writer again"
                 )
             parts[name] = LowRank(_scale_of(config, name, rank), pair["A"], pair["B"])
-        return cls(parts, str(mark.get("model", "")), bool(mark.get("adapters")))._checked(folder)
+        return cls(parts, str(mark.get("model", "")))._checked(folder)
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Writer:
@@ -155,7 +153,7 @@ class Writer:
                 layer: LowRank(float(scale), tensors[f"{layer}.A"], tensors[f"{layer}.B"])
                 for layer, scale in about["scales"].items()
             }
-            return cls(parts, str(about["model"]), bool(about["adapters"]))._checked(name)
+            return cls(parts, str(about["model"]))._checked(name)
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as exc:
             raise ModelLoadError(
                 f"{name} is not the file of a writer, or it is damaged ({str(exc)[:80]}); copy it again"
@@ -166,7 +164,7 @@ class Writer:
         tensors = {f"{name}.A": part.down.contiguous() for name, part in self.parts.items()}
         tensors |= {f"{name}.B": part.up.contiguous() for name, part in self.parts.items()}
         scales = {name: part.scale for name, part in self.parts.items()}
-        about = {"model": self.model_id, "adapters": self.has_adapters, "scales": scales}
+        about = {"model": self.model_id, "scales": scales}
         data: bytes = safetensors.torch.save(tensors, {"writer": json.dumps(about)})
         return data
 
@@ -182,10 +180,9 @@ class Writer:
         return self
 
 
-def mark_as_writer(directory: Path, model_id: str, has_adapters: bool = False) -> None:
-    """Mark what PEFT saved in ``directory`` as a writer for a model. ``has_adapters``: with a ``lora``."""
-    about = {"model": model_id, "adapters": has_adapters}
-    regular_files.replace(directory / MARK, json.dumps(about, indent=1).encode())
+def mark_as_writer(directory: Path, model_id: str) -> None:
+    """Mark what PEFT saved in ``directory`` as a writer for a model."""
+    regular_files.replace(directory / MARK, json.dumps({"model": model_id}, indent=1).encode())
 
 
 def _require_writer(folder: Path) -> None:
