@@ -408,6 +408,30 @@ def test_an_interrupt_or_the_time_limit_concludes_from_the_finished_prompts(engi
     assert kept(engine).entries() == []
 
 
+def test_a_calibration_goes_on_where_the_same_one_ended(engine, best, monkeypatch):
+    whole = engine.calibrate(options())
+    assert engine.forget_calibration()
+    asked = []
+    monkeypatch.setattr("blendrag.engine.calibration.reference", lambda _, p: asked.append(p))
+
+    def interrupt(race: Race, done: float) -> None:
+        if len(race.rows) in (3, 8):
+            raise KeyboardInterrupt
+
+    runs = [engine.calibrate(options(), interrupt) for _ in range(2)]
+    assert [(len(run.race.rows), run.before) for run in runs] == [(3, 0), (8, 3)]
+    another = engine.calibrate(options(samples=8), interrupt)
+    assert (len(another.race.rows), another.before) == (3, 0)  # other prompts: from the beginning
+    engine.calibrate(options(), interrupt)
+    asked.clear()
+    last = engine.calibrate(options())
+    assert (last.found, last.before) == (whole.found, 3)
+    assert len(asked) == len(last.race.rows) - 3
+    asked.clear()
+    assert engine.calibrate(options()).before == 0  # a complete one is measured again
+    assert len(asked) == len(whole.race.rows)
+
+
 def test_a_calibration_of_an_earlier_version_is_named_once_and_not_used(engine, monkeypatch):
     monkeypatch.setattr(engine.planner, "told", set())
     path = kept(engine).path
@@ -533,7 +557,7 @@ def test_prompts_longer_than_the_context_are_refused(tmp_path):
             engine.calibrate(options(top_k=9))
 
 
-def test_a_result_that_cannot_be_written_is_named(engine, best, monkeypatch):
+def test_a_result_that_cannot_be_written_loses_no_measured_prompt(engine, best, monkeypatch):
     replace = Records.replace
 
     def fail(records, entries) -> None:
@@ -545,3 +569,29 @@ def test_a_result_that_cannot_be_written_is_named(engine, best, monkeypatch):
         patched.setattr(Records, "replace", fail)
         with pytest.raises(StoreFullError, match=r"writing the calibration below \S+; free"):
             engine.calibrate(options())
+    (kept_race,) = engine.root.glob("verified/*.races.json")
+    assert json.loads(kept_race.read_text())["races"]
+    kept_race.write_text("{")  # damaged: measured from the beginning
+    assert engine.calibrate(options()).before == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"candidates": []},
+        {"candidates": ["no-policy"]},
+        {"rows": [[]]},
+        {"chosen_by": 4},
+        {"prompts_done": -1},
+    ],
+)
+def test_a_calibration_whose_partial_race_is_damaged_begins_anew(engine, best, wrong):
+    def interrupt(race: Race, done: float) -> None:
+        if len(race.rows) == 3:
+            raise KeyboardInterrupt
+
+    engine.calibrate(options(), interrupt)
+    (races,) = engine.root.glob("verified/*.races.json")
+    (entry,) = json.loads(races.read_text())["races"]
+    races.write_text(json.dumps({"races": [entry | wrong]}))
+    assert engine.calibrate(options(), interrupt).before == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import mmap
 import os
 import random
@@ -205,6 +206,46 @@ def test_an_interrupted_measurement_keeps_nothing(engine, last, monkeypatch):
     assert not kept(engine).exists()
     assert not list(engine.root.glob(".profile-*"))
     assert engine.kv_namespace.profile_of(namespace_of(engine)) == (None, "")
+
+
+def test_a_measurement_goes_on_with_the_rounds_that_were_timed(engine, monkeypatch):
+    monkeypatch.setattr(measure, "ROUNDS", 3)
+    whole = prefills_to_time([64, 128], 4000, engine.manifest.chunk_tokens)
+    timed, steps = list[Any](), list[tuple[int, int]]()
+    time = ModelTimes.time
+    monkeypatch.setattr(ModelTimes, "time", lambda *given: [timed.append(given), time(*given)][1])
+
+    def interrupt(what: str, done: int, of: int) -> None:
+        if len(timed) == 3 + len(whole) + 2:  # in the second round
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.profile(watch=interrupt)
+    assert not kept(engine).exists()
+    timed.clear()
+    engine.profile(watch=lambda what, done, of: steps.append((done, of)))
+    assert len(timed) == 2 * len(whole)  # the lengths are known, and one round is timed
+    assert steps[-1][0] + 1 == steps[-1][1]
+    timed.clear()
+    engine.profile(again=True)
+    assert len(timed) == 3 + 3 * len(whole)
+
+
+@pytest.mark.parametrize("lengths", [None, [], [64], [64, 1 << 40]])
+def test_a_measurement_whose_rounds_are_damaged_begins_anew(engine, lengths, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(measure, "figures", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.profile()
+    (timings,) = engine.root.glob("verified/*.timings.json")
+    found = json.loads(timings.read_text())
+    found["timings"][0]["timed"]["lengths"] = lengths
+    timings.write_text("{" if lengths is None else json.dumps(found))
+    bearable = mock.Mock(return_value=[64, 128])
+    monkeypatch.setattr(Measure, "bearable", bearable)
+    assert engine.profile().kept
+    bearable.assert_called_once()
+    assert not timings.exists()
 
 
 def test_files_of_a_killed_measurement_are_removed_by_the_next(tmp_path):

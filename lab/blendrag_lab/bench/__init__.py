@@ -20,6 +20,7 @@ SUMMARIES = {
     "schema": "Time to first token of a prompt of stored modules: full, blend and schema.",
     "serve": "Whole answers of many requests, one by one and together, against stock transformers.",
     "newcomer": "TTFT of a request that arrives while others decode, and how long those wait.",
+    "learning": "TTFT of requests over passages that the engine learns meanwhile, against without.",
     "remote": "Time to first token from a cold remote of several throughputs against full prefill.",
     "overhead": "Operators, Python time and time per layer of a request.",
     "attention": "Decode attention of many requests over shared chunks and over private copies.",

@@ -6,6 +6,8 @@ requests share some of them.
 
 Arriving at random: at the rate at which the mean TTFT of full prefill, one by one, is twice that of a lone
 request, and at multiples of it.
+
+In a closed loop: each of so many users asks the next question when the last one is answered.
 """
 
 from __future__ import annotations
@@ -43,12 +45,13 @@ from blendrag_lab.bench import options
 from blendrag_lab.bench.geometry import TimedModel
 from blendrag_lab.bench.rounds import MeasuredNothingError, Tick, run_rounds, silent
 from blendrag_lab.bench.scratch import scratch
-from blendrag_lab.bench.workload import BlendResult, Workload, conditions
+from blendrag_lab.bench.workload import BlendResult, Workload, conditions, whole_numbers
 from blendrag_lab.tables import NOTHING, ResultTable, figure, times
 
 #: What the others are compared with.
 BASELINE = "blend, one by one"
 ARRIVING_BASELINE = "full, one by one"
+LOOP_BASELINE = "blend, 1 user"
 #: Rates of arrivals for blend, as multiples of the one for full prefill.
 RATES = (1, 4)
 #: Tokens in a page of transformers' continuous batching, its default.
@@ -147,6 +150,12 @@ def serve(
     poisson: Annotated[
         bool, typer.Option("--poisson", help="Arrivals at random, not all at once.")
     ] = False,
+    users: Annotated[
+        str,
+        typer.Option(
+            help="A closed loop with so many users, such as 1,4, who ask when they have an answer."
+        ),
+    ] = "",
     only: Annotated[
         str, typer.Option(help="Only the ways whose names begin so, such as blend.")
     ] = "",
@@ -159,6 +168,9 @@ def serve(
             f"{corpus_chunks} chunks in the corpus, expected at least the {workload.chunks} of a prompt"
         )
     contexts = min(contexts or requests, requests)
+    if poisson and users:
+        raise InvalidInputError("--poisson and --users, expected one of them")
+    loops = whole_numbers(users, "users", "1,4") if users else []
     with scratch() as root:
         asking = ServeRunner(adapter, workload, root / "store", new_tokens)
         with asking.engine() as engine:
@@ -171,6 +183,11 @@ def serve(
         if poisson:
             arriving, baseline = "arriving at random", ARRIVING_BASELINE
             ways, rates, in_time_s = _at_random(asking, tick)
+        elif loops:
+            arriving, baseline = "in a closed loop", LOOP_BASELINE
+            ways = {
+                f"blend, {count(n, 'user')}": partial(asking.loop, "blend", n) for n in (1, *loops)
+            }
         else:
             arriving, baseline = "arriving together", BASELINE
             ways = _at_once(asking)
@@ -230,6 +247,9 @@ class ServeRunner:
     def together(self, mode: Mode, arrivals: Sequence[float] = ()) -> ServedRound:
         return self._served(mode, arrivals)
 
+    def loop(self, mode: Mode, users: int) -> ServedRound:
+        return self._served(mode, users=users)
+
     def unshared(self, mode: Mode) -> ServedRound:
         """Together, each request with KV of its own."""
         with (
@@ -239,9 +259,13 @@ class ServeRunner:
             return self.together(mode)
 
     def _served(
-        self, mode: Mode, arrivals: Sequence[float] = (), running: int | None = None
+        self,
+        mode: Mode,
+        arrivals: Sequence[float] = (),
+        running: int | None = None,
+        users: int | None = None,
     ) -> ServedRound:
-        """Answer all, of which at most ``running`` run at the same time."""
+        """Answer all, of which at most ``running`` run at the same time and ``users`` have been asked."""
         count, asked = len(self.prompts), self.options(mode)
         with self.engine(running or count) as engine, _kv_of_steps() as tokens:
             engine.open()
@@ -251,7 +275,7 @@ class ServeRunner:
                 time.sleep(max(0.0, began + at - time.perf_counter()))
                 return engine.generate(prompt, asked)
 
-            with ThreadPoolExecutor(count) as pool:
+            with ThreadPoolExecutor(users or count) as pool:
                 answers = list(pool.map(answer, self.prompts, arrivals or [0.0] * count))
             seconds = time.perf_counter() - began
         for answered in answers:

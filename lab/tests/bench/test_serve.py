@@ -7,7 +7,8 @@ import math
 import pytest
 
 from blendrag.serving import scheduler
-from blendrag_lab.bench.serve import ARRIVING_BASELINE, BASELINE, doubling_rate
+from blendrag_lab.bench.serve import ARRIVING_BASELINE, BASELINE, LOOP_BASELINE, doubling_rate
+from cli.commands import refused
 from lab.tests.bench.small import joint_steps, measured
 
 SMALL = (
@@ -56,3 +57,22 @@ def test_kv_that_is_shared_and_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert alone["kv_bytes"] is None
     assert together["kv_bytes"] < together["private_kv_bytes"]
     assert unshared["kv_bytes"] == unshared["private_kv_bytes"] == together["private_kv_bytes"]
+
+
+def test_a_closed_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = steps_after_prefills(monkeypatch)
+    found = measured("serve", *SMALL, "--users", "2")
+    assert [row["way"] for row in found["rows"]] == [LOOP_BASELINE, "blend, 2 users"]
+    assert set(sizes) == {2}
+    assert all(0 < row["prefill_s"] <= row["ttft_s"] for row in found["rows"])
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (("--users", "2", "--poisson"), "--poisson and --users, expected one of them"),
+        (("--users", "two"), "users 'two': expected comma-separated whole numbers"),
+    ],
+)
+def test_users_that_cannot_be(given: tuple[str, ...], sentence: str) -> None:
+    assert sentence in refused("bench", "serve", *SMALL, *given)

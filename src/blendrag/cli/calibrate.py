@@ -68,7 +68,10 @@ def calibrate(
         with StatusLine("measuring the first prompt") as line:
 
             def show(race: Race, done: float) -> None:
-                interrupt.expect("the prompts measured so far were used", grace_s=10.0)
+                interrupt.expect(
+                    "the prompts measured so far were used; the same command goes on from there",
+                    grace_s=10.0,
+                )
                 measured = (trial for trial in race.trials if trial in race.rows[-1])
                 left = "; ".join(f"{trial} {race.kl(trial):.3g}" for trial in measured)
                 what = f"prompt {len(race.rows)} of {race.prompts}, KL at {left}"
@@ -80,7 +83,8 @@ def calibrate(
         else:
             echo(*report.conclusion.splitlines())
             measured = f"{len(report.race.rows)} of {report.race.prompts} prompts"
-            echo(f"{measured}; {duration(report.seconds)}")
+            earlier = f", {report.before} of them in an earlier run" * bool(report.before)
+            echo(f"{measured}{earlier}; {duration(report.seconds)}")
             if report.found and defaults.ratio is not None:
                 say("note", f"BLENDRAG_RATIO={defaults.ratio} goes before the ratio that was found")
     return interrupted() if report.interrupted else DONE

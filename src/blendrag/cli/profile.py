@@ -46,7 +46,10 @@ def profile(
 
     --policy, --ratio and --top-k set the prompt that --plot and the table of storage devices are for.
     """
-    begin(verbose, "an incomplete profile is not used; the same command begins again")
+    begin(
+        verbose,
+        "an incomplete profile is not used; the same command goes on after its last complete round",
+    )
     from blendrag.config import settings
     from blendrag.fusor.selection import make_policy
     from blendrag.planning.storage import choose_storage

@@ -29,15 +29,18 @@ from blendrag.fusor.selection.base import DEEP_LAYERS
 from blendrag.option import refuses_unknown
 from blendrag.planning.calibrate import (
     ANSWER_TOKENS,
+    CANDIDATES,
     MIN_PROMPTS,
     MIN_STANDARD_ERRORS,
     Calibration,
     Closeness,
+    PartialRace,
     Race,
     SampledQuestion,
     Trial,
     calibrations,
     deviation,
+    partial_races,
     reference,
     sample_corpus,
     sample_questions,
@@ -45,6 +48,7 @@ from blendrag.planning.calibrate import (
 from blendrag.planning.controller import Controller
 from blendrag.serving.scheduler import Scheduler
 from blendrag.store.durable import named_errors
+from blendrag.store.identity import digest_fields
 from blendrag.text.prompt import SegmentedPrompt
 
 T = TypeVar("T")
@@ -93,6 +97,8 @@ class CalibrationReport:
     race: Race
     seconds: float
     interrupted: bool
+    before: int = 0
+    """Prompts that an earlier run had measured, which this one went on from."""
 
     @property
     def chosen(self) -> Calibration | None:
@@ -105,7 +111,7 @@ class CalibrationReport:
         if self.chosen is None:
             return (
                 f"{len(self.race.rows)} prompts were measured and nothing was chosen yet, because "
-                f"{MIN_PROMPTS} or more must choose a policy and check it; give it more --minutes"
+                f"{MIN_PROMPTS} or more must choose a policy and check it; the same command goes on from here"
             )
         largest = self.found[-1]
         if self.chosen is largest:
@@ -177,20 +183,35 @@ def calibrate(
     for prompt in prompts:
         check_fits(len(prompt.ids), ANSWER_TOKENS, adapter.context_tokens)
     controller = scheduler.run(lambda: _controller(kv, planner))
-    race, interrupted = Race(options.ratio, len(prompts)), False
+    race, interrupted, is_complete = Race(options.ratio, len(prompts)), False, False
+    partial = partial_races(kv.root, controller.namespace)
+    ids = [str((options.ratio, CANDIDATES)).encode(), *(str(p.ids).encode() for p in prompts)]
+    digest = digest_fields(ids)
+    first = 0
+    for earlier in partial.entries():
+        is_same = earlier.digest == digest and earlier.prompts_done < len(prompts)
+        if is_same and earlier.fits(race):
+            earlier.resume(race)
+            first = earlier.prompts_done
+    before = len(race.rows)
 
     def done(measured: int) -> float:
         return max(measured / len(prompts), (time.monotonic() - began) / limit_s)
 
     try:
-        for measured, prompt in enumerate(prompts):
+        for measured, prompt in enumerate(prompts[first:]):
             if measured and (time.monotonic() - began) * (measured + 1) / measured > limit_s:
                 break  # the next one would take longer
-            race.narrow(done(measured))
+            race.narrow(done(first + measured))
             row = _deviations(kv, scheduler, controller, prompt, race.trials)
             if row:
                 race.rows.append(row)
-                watch(race, min(1.0, done(measured + 1)))
+            with named_errors(f"keeping the measured prompts below {kv.root}"):
+                partial.replace([PartialRace.of(digest, race, first + measured + 1)])
+            if row:
+                watch(race, min(1.0, done(first + measured + 1)))
+        else:
+            is_complete = True
     except KeyboardInterrupt:
         interrupted = True
     if not race.rows and not interrupted:
@@ -202,7 +223,10 @@ def calibrate(
     if found:
         with named_errors(f"writing the calibration below {kv.root}"):
             calibrations(kv.root, controller.namespace).replace(found)
-    return CalibrationReport(found, race, time.monotonic() - began, interrupted)
+    if is_complete:
+        with named_errors(f"removing the measured prompts below {kv.root}"):
+            partial.clear()
+    return CalibrationReport(found, race, time.monotonic() - began, interrupted, before)
 
 
 def undo(kv: KVNamespace, scheduler: Scheduler) -> bool:
@@ -215,6 +239,7 @@ def undo(kv: KVNamespace, scheduler: Scheduler) -> bool:
 
     name = scheduler.run(namespace)
     with named_errors(f"removing the calibration below {kv.root}"):
+        partial_races(kv.root, name).clear()
         return calibrations(kv.root, name).clear()
 
 

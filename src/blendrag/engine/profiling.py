@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.errors import InvalidInputError, StoreError
-from blendrag.planning.measure import Measure, Watch
+from blendrag.planning.measure import Measure, TimedRounds, Watch
 from blendrag.planning.profile import (
     REMOTE,
     Conditions,
@@ -22,8 +23,22 @@ from blendrag.planning.profile import (
     recall_profile,
 )
 from blendrag.serving.scheduler import Scheduler
+from blendrag.store.records import Records
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PartialProfile:
+    """What a measurement that ended early has timed."""
+
+    conditions: Conditions
+    timed: TimedRounds
+
+
+def partial_profiles(root: Path, namespace: str) -> Records[PartialProfile]:
+    """The last measurement of ``namespace`` that did not reach its end, if any."""
+    return Records(root, f"{namespace}.timings", "timings", PartialProfile, ())
 
 
 @dataclass(frozen=True)
@@ -58,6 +73,14 @@ def profile(
     times_remote = remote is not None and (again or known is None or known.tier(REMOTE) is None)
     if known is not None and not to_time and not again and not times_remote:
         return ProfileReport(known, is_new=False, kept=True)
+    partial = partial_profiles(root, conditions.namespace)
+    earlier = next((each for each in partial.entries() if each.conditions == conditions), None)
+
+    def keep(rounds: TimedRounds) -> None:
+        with suppress(OSError):  # then an interrupt loses them
+            if not store.read_only:
+                partial.replace([PartialProfile(conditions, rounds)])
+
     measure = Measure(
         kv.model.adapter,
         scheduler.run(lambda: kv.model.fusor),
@@ -66,6 +89,8 @@ def profile(
         kv.corpus.manifest.chunk_tokens,
         scheduler.run,
         watch,
+        None if earlier is None else earlier.timed,
+        keep,
     )
     if known is None or again:
         made = measure.profile(conditions, None if store.read_only else root, to_time)
@@ -84,6 +109,7 @@ def profile(
     if kept:
         try:
             profiles(root, conditions.namespace).keep(made)
+            partial.clear()
         except OSError:
             kept = False
     return ProfileReport(made, True, kept, "" if again else differs)

@@ -382,6 +382,43 @@ def calibrations(root: Path, namespace: str) -> Records[Calibration]:
     return Records(root, f"{namespace}.schedules", "calibrations", Calibration, ())
 
 
+@dataclass(frozen=True)
+class PartialRace:
+    """A race that ended before its last prompt."""
+
+    digest: str
+    """Tells its prompts, ratio and candidates from others: only the same race goes on."""
+    prompts_done: int
+    """Prompts that were tried; some may have given no row."""
+    candidates: tuple[str, ...]
+    chosen_by: int
+    rows: tuple[tuple[tuple[Trial, Closeness], ...], ...]
+
+    @classmethod
+    def of(cls, digest: str, race: Race, prompts_done: int) -> PartialRace:
+        rows = tuple(tuple(row.items()) for row in race.rows)
+        return cls(digest, prompts_done, tuple(race.candidates), race.chosen_by, rows)
+
+    def fits(self, race: Race) -> bool:
+        """Whether a new ``race`` can go on from here; not if this one is damaged."""
+        if not self.candidates or not {*self.candidates} <= {*race.candidates}:
+            return False
+        policies = DEFAULT_POLICY, *self.candidates
+        needed = {REUSE, *(Trial(policy, race.ratio) for policy in policies)}
+        counts_fit = 0 <= self.chosen_by <= len(self.rows) <= self.prompts_done
+        return counts_fit and all(needed <= {trial for trial, _ in row} for row in self.rows)
+
+    def resume(self, race: Race) -> None:
+        """Bring a new ``race`` to where this one ended."""
+        race.candidates, race.chosen_by = list(self.candidates), self.chosen_by
+        race.rows = [dict(row) for row in self.rows]
+
+
+def partial_races(root: Path, namespace: str) -> Records[PartialRace]:
+    """The last race of ``namespace`` that was not run to its end, if any."""
+    return Records(root, f"{namespace}.races", "races", PartialRace, ("digest",))
+
+
 def policy_at(found: Sequence[Calibration], ratio: float) -> str:
     """The policy that was ``found`` for requests at ``ratio``, else the default. At 0 none chooses tokens, so
     that of ratio 0 is not for ``auto``, which may begin there and recompute more."""

@@ -100,7 +100,12 @@ class Measure:
         chunk_tokens: int,
         run: Callable[[Callable[[], Any]], Any],
         watch: Watch,
+        earlier: TimedRounds | None = None,
+        keep: Callable[[TimedRounds], None] = lambda rounds: None,
     ) -> None:
+        """``earlier``: rounds of a measurement that ended early, with which this one goes on; ``keep`` is
+        called with all rounds after each."""
+        self._earlier, self._keep = earlier, keep
         self._adapter = adapter
         self._times = ModelTimes(adapter, fusor, prefix_ids)
         self._layout = adapter.layout.encoded(encoding)
@@ -126,12 +131,14 @@ class Measure:
             self._step("reading from disk")
             tiers += measure_directory(root, kvs, self._pinned, (DISK, COLD))
         tiers += self._directory_tiers(directories, kvs)
-        bearable = self.bearable(lengths)
+        if (earlier := self._earlier) is not None and not earlier.fits(lengths, longest, chunk):
+            self._earlier = earlier = None  # damaged, or of another version
+        bearable = self.bearable(lengths) if earlier is None else earlier.lengths
         prefills = prefills_to_time(bearable, longest, chunk)
         layers = len(self._layout.layers)
         return Profile(
             conditions=conditions,
-            **figures(self._in_rounds(prefills), layers),
+            **figures(self._in_rounds(bearable, prefills), layers),
             tiers=tuple(tiers),
             device_bytes_per_s=self._run(partial(measure_device, device)),
             is_shared=device.type == "cpu" and conditions.threads >= self._run(cores),
@@ -187,23 +194,26 @@ class Measure:
                 bearable.append(tokens)
         return bearable
 
-    def _in_rounds(self, prefills: Sequence[PromptToTime]) -> dict[PromptToTime, Timed]:
+    def _in_rounds(
+        self, lengths: Sequence[int], prefills: Sequence[PromptToTime]
+    ) -> dict[PromptToTime, Timed]:
         """The median of each prefill, timed once a round so that a disturbance affects all alike.
 
         The first round warms up."""
-        rounds: list[list[Timed]] = []
+        rounds = list(self._earlier.rounds) if self._earlier is not None else []
         began = time.monotonic()
-        for number in range(ROUNDS):
-            round_s = (time.monotonic() - began) / max(number, 1)
+        for here, number in enumerate(range(len(rounds), ROUNDS)):
+            round_s = (time.monotonic() - began) / max(here, 1)
             if number >= MIN_ROUNDS and round_s * (number + 1) > MAX_ROUNDS_S:
                 break
-            bearable = max(MIN_ROUNDS, int(MAX_ROUNDS_S / round_s)) if number else ROUNDS
+            bearable = max(MIN_ROUNDS, int(MAX_ROUNDS_S / round_s)) if here else ROUNDS
             self._steps = self._done + (min(ROUNDS, bearable) - number) * len(prefills)
             timed = []
             for prefill in prefills:
                 self._step(str(prefill))
                 timed.append(self._time(prefill))
-            rounds.append(timed)
+            rounds.append(tuple(timed))
+            self._keep(TimedRounds(tuple(lengths), tuple(rounds)))
         by_prefill = zip(prefills, zip(*rounds, strict=True), strict=True)
         return {prefill: median(timed[1:] or timed) for prefill, timed in by_prefill}
 
@@ -288,6 +298,22 @@ class Timed(NamedTuple):
     last_layer_s: float
     outside_s: float
     total_s: float
+
+
+@dataclass(frozen=True)
+class TimedRounds:
+    """Rounds of a measurement: the lengths of stock prefills, and the times of each round's prefills."""
+
+    lengths: tuple[int, ...]
+    rounds: tuple[tuple[Timed, ...], ...]
+
+    def fits(self, lengths: Sequence[int], longest: int, chunk_tokens: int) -> bool:
+        """Whether a measurement with these ``lengths`` to choose from can go on with these rounds."""
+        count = len(self.lengths)
+        if count < min(MIN_LENGTHS, len(lengths)) or self.lengths != tuple(lengths[:count]):
+            return False
+        prefills = prefills_to_time(self.lengths, longest, chunk_tokens)
+        return all(len(timed) == len(prefills) for timed in self.rounds)
 
 
 def median(runs: Sequence[Timed]) -> Timed:
