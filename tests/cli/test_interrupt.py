@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cli.commands import (
-    QUESTION,
-    ingest_args,
-    interrupt,
-    interrupted_sentence,
-    invoke,
-    reused_tokens,
-    start,
-    write_documents,
-)
-
-#: Print NOW when the third chunk is encoded, and make the encoding of the chunks from there on last.
-SLOW_ENCODING = """
-import sys, time
 from blendrag.model.adapter import ModelAdapter
-encode, calls = ModelAdapter.encode, []
-def slow(*args, **kwargs):
-    calls.append(0)
-    if len(calls) == 3: print("NOW", file=sys.stderr, flush=True)
-    if len(calls) >= 3: time.sleep(2)
-    return encode(*args, **kwargs)
-ModelAdapter.encode = slow
-"""
+from cli.commands import QUESTION, interrupt, interrupted_sentence, invoke, printed, reused_tokens
+
 #: Python code that ignores KeyboardInterrupt, as native code does.
 DEAF = """
 import signal, sys, time
@@ -62,20 +47,33 @@ def test_native_code_that_does_not_return_is_left(grace_s: float, times: int) ->
     assert interrupted_sentence(stderr) == "interrupted: it was stuck"
 
 
-@pytest.mark.slow
+def press_at_third_chunk(patch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in this process when the third chunk is encoded. Chunks from there on take long."""
+    encode, calls = ModelAdapter.encode, itertools.count(1)
+
+    def press(*args: Any, **kwargs: Any) -> Any:
+        call = next(calls)
+        if call == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        if call >= 3:
+            time.sleep(0.5)
+        return encode(*args, **kwargs)
+
+    patch.setattr(ModelAdapter, "encode", press)
+
+
 def test_ctrl_c_during_ingest_prints_totals_and_the_next_run_goes_on(
-    model_dir: Path, tmp_path: Path
+    ingest: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    docs, store = write_documents(tmp_path / "docs"), tmp_path / "store"
-    args = ingest_args(docs, model_dir, store, "--json")
-    process = start(*args, before=SLOW_ENCODING)
-    stdout, stderr = interrupt(process)
-    assert process.returncode == 130
-    assert "repeat the command" in interrupted_sentence(stderr)
-    totals = json.loads(stdout)
+    with monkeypatch.context() as patch:
+        press_at_third_chunk(patch)
+        result = invoke(*ingest, "--json")
+    assert result.exit_code == 130
+    assert "repeat the command" in interrupted_sentence(result.stderr)
+    totals = json.loads(result.stdout)
     assert totals["interrupted"] is True
     assert 0 < totals["chunks_computed"] < 9
-    rest = json.loads(invoke(*args).stdout)
+    rest = printed(*ingest)
     assert rest["documents"] == 3
     assert rest["chunks_skipped"] >= totals["chunks_computed"]
 

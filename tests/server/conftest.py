@@ -84,12 +84,10 @@ def visit(tab: Any) -> Iterator[Callable[..., Any]]:
     for event, watch in watching.items():
         tab.on(event, watch)
 
-    def opened(
-        server: Live, width: int = 1280, height: int = 720, scheme: str | None = None
-    ) -> Any:
+    def opened(server: Live, width: int = 1280, height: int = 720) -> Any:
         allowed.append(server.url)
         tab.set_viewport_size({"width": width, "height": height})
-        tab.emulate_media(color_scheme=scheme)
+        tab.emulate_media(color_scheme=None)
         tab.mouse.move(0, 0)
         tab.goto(server.url)
         return tab

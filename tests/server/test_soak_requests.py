@@ -20,7 +20,7 @@ def quiet():
 
 
 def test_requests_during_churn_get_the_answers_that_each_gets_alone(tmp_path):
-    outcome = asyncio.run(run(tmp_path, 26, 13, seed=5, parts=2))
+    outcome = asyncio.run(run(tmp_path, 20, 10, seed=7, parts=2))
     assert outcome.differences == []
     assert outcome.compared > 12
     assert outcome.while_changing
