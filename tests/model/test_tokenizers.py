@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,6 +236,24 @@ def test_a_definition_is_taken_apart_and_put_together_without_its_vocabulary():
     assert definition.parts == {name: whole[name] for name in whole if name != "model"}
     assert json.loads(definition.model) == whole["model"]
     assert definition.tokenizer().to_str() == written
+
+
+def test_plain_text_shares_the_vocabulary_of_the_stock_tokenizer_and_leaves_it_as_it_is(
+    monkeypatch,
+):
+    stock, read = tiny.tokenizer(), []
+    written, parse = stock.backend_tokenizer.to_str(), Tokenizer.from_str
+
+    def counted(definition: str) -> Tokenizer:
+        read.append(definition)
+        return parse(definition)
+
+    monkeypatch.setattr("blendrag.model.tokens.Tokenizer", SimpleNamespace(from_str=counted))
+    plain = json.loads(Tokens(stock).text.to_str())
+    assert stock.backend_tokenizer.to_str() == written
+    assert plain["model"] == json.loads(written)["model"]
+    assert plain["added_tokens"] == []
+    assert not [text for text in read if len(text) > len(written) / 2]
 
 
 def test_an_end_that_merges_with_the_separator_is_computed():

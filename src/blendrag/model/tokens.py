@@ -81,7 +81,7 @@ class Tokens:
         self.fingerprint = digest_fields([written.encode()])
         """Digest of its definition, without truncation and padding, which every call may change."""
         _check_definition(tokenizer.backend_tokenizer, definition.parts)
-        self.text = _plain_text_tokenizer(definition)
+        self.text = _plain_text_tokenizer(tokenizer.backend_tokenizer, definition)
         self._continuing = _continuing_tokenizer(definition)
         added = tokenizer.added_tokens_decoder
         self._added_ids = frozenset(added)
@@ -436,16 +436,15 @@ class Definition(NamedTuple):
         return Tokenizer.from_str(f'{parts[:-1]}, "model": {self.model}}}')
 
 
-def _plain_text_tokenizer(definition: Definition) -> Tokenizer:
-    """A tokenizer of this definition without added tokens, which adds neither tokens nor a leading space."""
-    plainly = _without_additions(definition.parts)
-    try:
-        plain = definition.tokenizer(**plainly | {"added_tokens": []})
-    except Exception:
-        # A model whose unknown token exists only as an added token needs the list. Marked special, all of
-        # them are encoded as text.
-        special = [{**token, "special": True} for token in definition.parts["added_tokens"]]
-        plain = definition.tokenizer(**plainly | {"added_tokens": special})
+_EMPTY_MODEL = '{"type": "WordLevel", "vocab": {}, "unk_token": ""}'
+
+
+def _plain_text_tokenizer(backend: Tokenizer, definition: Definition) -> Tokenizer:
+    """A tokenizer of this definition without added tokens, which adds neither tokens nor a leading space. It
+    shares the vocabulary of ``backend``, as to read that takes long."""
+    plainly = _without_additions(definition.parts) | {"added_tokens": []}
+    plain = Definition(plainly, _EMPTY_MODEL).tokenizer()
+    plain.model = backend.model
     plain.encode_special_tokens = True
     return plain
 
