@@ -120,15 +120,18 @@ def test_prefills_and_stored_kv_are_those_of_the_native_weights(
 ) -> None:
     loaded = model()
     native, packed = engines(loaded), engines(loaded, decode_weights="int8")
-    texts: list[list[tuple[str, int]]] = [[], []]
-    for engine, found in zip((native, packed), texts, strict=True):
+    layers = len(packing.linear_layers(loaded))
+    for engine in (native, packed):
         engine.ingest([tiny.document(0, 4)])
-        for mode in ("blend", "full", "reuse", "prefix"):
-            text = f"In mode {mode}:\n\n{tiny.chunk_texts(engine, 0)[0]}"
-            answer = engine.generate(text, max_new_tokens=1, mode=mode)
-            found.append((answer.text, answer.metrics.reused_tokens))
-    assert not products
-    assert texts[0] == texts[1]
+    for mode in ("blend", "full", "reuse", "prefix"):
+        text = f"In mode {mode}:\n\n{tiny.chunk_texts(native, 0)[0]}"
+        first = native.generate(text, max_new_tokens=1, mode=mode)
+        assert not products
+        answer = packed.generate(text, max_new_tokens=2, mode=mode)
+        assert answer.text.startswith(first.text)
+        assert answer.metrics.reused_tokens == first.metrics.reused_tokens
+        assert products == [1] * layers * (answer.metrics.new_tokens - 1)
+        products.clear()
     namespaces = {engine.kv_namespace.validity.namespace for engine in (native, packed)}
     assert len(namespaces) == 1
 
@@ -137,10 +140,21 @@ def test_a_prompt_of_which_one_token_is_computed_is_no_step_of_decoding(
     engines: Callable[..., BlendEngine], products: list[int]
 ) -> None:
     engine, prompt = engines(decode_weights="int8"), " ".join([QUESTION] * 8)
+    steps = 0
     for computed in (None, 1):
-        metrics = engine.generate(prompt, max_new_tokens=1).metrics
+        metrics = engine.generate(prompt, max_new_tokens=2).metrics
         assert computed in (None, metrics.prompt_tokens - metrics.prefix_tokens)
-    assert not products
+        steps += metrics.new_tokens - 1
+    assert products == [1] * len(packing.linear_layers(engine.adapter.model)) * steps
+
+
+def test_one_token_needs_no_packed_weights(
+    engines: Callable[..., BlendEngine], cache: Path
+) -> None:
+    answer = engines(decode_weights="int8").generate(QUESTION, max_new_tokens=1)
+    assert answer.metrics.decode_weights == "native"
+    assert not answer.metrics.notes
+    assert not cache.exists()
 
 
 @pytest.mark.parametrize("loaded", [model, hybrid])

@@ -251,7 +251,7 @@ class Answering:
                 stream.opening_s += road.open()
             began = time.perf_counter()
             choice = self._model.decode_weights
-            weights = choice.now()  # packs them once
+            weights = choice.now() if request.max_new_tokens > 1 else None  # packs them once
             stream.opening_s += time.perf_counter() - began
             road.begin(stream.opening_s)
             lesson = self._learner.lesson(road.request)
