@@ -94,15 +94,21 @@ def fusor(adapter: ModelAdapter) -> Fusor:
     return made
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> str:
-    """Directory of that model, for loading by name."""
+@pytest.fixture(scope="session")
+def saved_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of that model; tests must not change it."""
     import tiny
 
-    directory = tmp_path / "model"
+    directory = tmp_path_factory.mktemp("saved") / "model"
     tiny.llama().save_pretrained(directory)
     tiny.tokenizer().save_pretrained(directory)
-    return str(directory)
+    return directory
+
+
+@pytest.fixture
+def checkpoint(saved_llama: Path, tmp_path: Path) -> str:
+    """A directory of that model of the test's own, for loading by name."""
+    return str(shutil.copytree(saved_llama, tmp_path / "model"))
 
 
 @pytest.fixture

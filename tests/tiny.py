@@ -401,10 +401,15 @@ def adapter(model: Any) -> ModelAdapter:
     return ModelAdapter(model, tokenizer())
 
 
-@lru_cache(maxsize=1)
+_shared: list[tuple[ModelAdapter, str]] = []
+
+
 def shared_llama() -> ModelAdapter:
-    """:func:`llama` with its tokenizer, probed once for all engines; no test may change it."""
-    return adapter(llama())
+    """:func:`llama` with its tokenizer, probed once for many engines; a new one if its weights changed."""
+    if not _shared or _shared[0][0].identity.namespace != _shared[0][1]:
+        made = adapter(llama())
+        _shared[:] = [(made, made.identity.namespace)]
+    return _shared[0][0]
 
 
 def random_ids(n: int, seed: int = 0, low: int = 3, high: int = 590) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
 import tiny
+from blendrag.model import ModelAdapter
 from blendrag.model.writer import mark_as_writer
 from blendrag.store.kv import ChunkKV
 
@@ -43,10 +45,15 @@ def writer(model: Any, folder: Path, seed: int = 0, **config: Any) -> Path:
     return saved(with_lora(model, seed, **config), folder)
 
 
+@lru_cache(maxsize=1)
+def _adapter(made: Any) -> ModelAdapter:
+    return tiny.adapter(made)
+
+
 @torch.no_grad()
 def by_peft(made: Any, prefix: Sequence[int], ids: Sequence[int]) -> ChunkKV:
     """KV of ``ids`` by peft's own forward, behind a ``prefix`` that was computed without the LoRA."""
-    adapter, skip = tiny.adapter(made), len(prefix)
+    adapter, skip = _adapter(made), len(prefix)
     cache = DynamicCache()
     if prefix:
         with made.disable_adapter():

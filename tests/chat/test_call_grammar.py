@@ -95,7 +95,8 @@ def test_arguments_follow_the_schema_in_every_form(form, tmp_path, monkeypatch):
     with _engine(FORMS[form], tmp_path / "s") as engine:
         words = engine.tokens.tokenizer
         no_spaces = {i: -100.0 for i in range(len(words)) if words.decode(i).isspace()}
-        for choice, tools in (("book", [CANCEL, BOOK]), ("required", [CANCEL, BOOK])):
+        tools = [CANCEL, BOOK]
+        for choice in ("book", "required") if form in (*FORMS,)[:3] else ("required",):
             answer = engine.generate(
                 MESSAGES, tools=tools, tool_choice=choice, logprobs=1, logit_bias=no_spaces
             )

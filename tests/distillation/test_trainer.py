@@ -108,12 +108,11 @@ def test_store_encodes_chunks_with_a_saved_writer_as_the_student_did(tmp_path: P
         assert tiny.difference(values[0, :, rows], plain.layers[layer][1]) > 1e-2
 
 
-@pytest.mark.parametrize("at", [1, 2])
 def test_resumed_run_ends_with_the_same_weights(
-    tmp_path: Path, whole: tuple[AdaptReport, Path], at: int
+    tmp_path: Path, whole: tuple[AdaptReport, Path]
 ) -> None:
     def stop(progress: Progress, _: Score) -> None:
-        if progress.step == at:
+        if progress.step == 1:
             raise KeyboardInterrupt
 
     other = small()
@@ -122,7 +121,7 @@ def test_resumed_run_ends_with_the_same_weights(
     again = small()
     said: list[str] = []
     adapt(again, corpus(again), recipe(), tmp_path, note=said.append)
-    assert f"going on after step {at} of 4" in said
+    assert "going on after step 1 of 4" in said
     expected, found = weights(whole[1]), weights(tmp_path)
     assert expected.keys() == found.keys()
     assert all(torch.equal(expected[name], found[name]) for name in expected)

@@ -53,7 +53,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     import tiny
 
     root = tmp_path_factory.mktemp("engine") / "store"
-    with tiny.engine(tiny.shared_llama(), root, ram_bytes=0, prefix_text=tiny.BOS) as made:
+    with tiny.engine(tiny.llama(), root, ram_bytes=0, prefix_text=tiny.BOS) as made:
         made.ingest([tiny.document(i) for i in range(4)]).whole()
         for _ in range(2):  # a leading part is stored when it is seen again
             made.generate(tiny.prompt(made, 3))

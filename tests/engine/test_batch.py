@@ -167,7 +167,6 @@ def essence(answer: Answer) -> tuple[Any, ...]:
 OPTIONS = {
     "default": Options(),
     "blend": Options(ratio=0.3, policy="hkvd", schedule="geometric"),
-    "boundary": Options(policy="boundary(4)"),
     "prefix": Options(mode="prefix"),
     "full": Options(mode="full"),
     "sampling": Options(mode="reuse", temperature=1.0, seed=7, max_new_tokens=12),
@@ -194,7 +193,7 @@ def test_answers_of_a_batch_are_those_of_each_prompt_alone(engine, kind):
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[BlendEngine]:
     """An engine that a test may damage."""
-    with tiny.engine(tiny.shared_llama(), tmp_path / "store", ram_bytes=0) as made:
+    with tiny.engine(tiny.llama(), tmp_path / "store", ram_bytes=0) as made:
         made.ingest([tiny.document(i) for i in range(3)])
         yield made
 

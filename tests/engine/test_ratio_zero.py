@@ -20,7 +20,7 @@ POLICIES = (None, "random", "hkvd", "query", "query+shift", "cacheblend", "bound
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: Any) -> Iterator[BlendEngine]:
-    with tiny.engine(tiny.shared_llama(), tmp_path_factory.mktemp("zero") / "s") as made:
+    with tiny.engine(tiny.llama(), tmp_path_factory.mktemp("zero") / "s") as made:
         made.ingest([tiny.document(i) for i in range(3)]).whole()
         yield made
 

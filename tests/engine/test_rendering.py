@@ -404,7 +404,7 @@ PAGES = '"Two" paragraphs,\n\n' + "\n\n".join(tiny.sentence(i) for i in range(10
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    with tiny.engine(tiny.shared_llama(), tmp_path_factory.mktemp("library")) as made:
+    with tiny.engine(tiny.llama(), tmp_path_factory.mktemp("library")) as made:
         made.library.add([Entry("plain", PLAIN), Entry("pages", PAGES)])
         yield made
 

@@ -320,7 +320,7 @@ def no_threads(name: str = "") -> Iterator[None]:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("threads") / "store"
-    with tiny.engine(tiny.shared_llama(), root) as made:
+    with tiny.engine(tiny.llama(), root) as made:
         made.ingest([tiny.document(0)])
     return root
 

@@ -111,6 +111,7 @@ def test_the_models_own_attention_with_masks_gives_the_same(adapter):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("adapter", ["qwen3_5", "recurrent_gemma"], indirect=True)
 def test_the_model_is_left_as_it_was(adapter):
     before = [dict(vars(module)) for module in adapter.model.modules()]
     prompt = Composer(adapter).prefill(IDS, spans_of(adapter))

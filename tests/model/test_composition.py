@@ -79,6 +79,7 @@ def test_chunks_with_their_true_inputs_give_a_stock_prefills_logits(adapter):
     assert expected is None or expected == {*composition.kinds} - {"rotary", "position-free"}
 
 
+@pytest.mark.parametrize("adapter", EACH_KIND, indirect=True)
 def test_the_gate_passes(adapter):
     found = verify(adapter)
     assert (found.verdict, found.greedy_equal) == ("blendable", True), found.reason
@@ -102,7 +103,7 @@ def test_the_gate_sees_disturbed_states(adapter, monkeypatch):
     assert "composing chunks changes logits" in verify(adapter).reason
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "nemotron_h", "recurrent_gemma"])
+@pytest.mark.parametrize("name", ["qwen3_5", "recurrent_gemma"])
 def test_the_gate_passes_in_bfloat16(name):
     found = verify(tiny.adapter(tiny.family(name, initializer_range=0.2).bfloat16()))
     assert found.blendable, found.reason

@@ -14,13 +14,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 #: Types that are blended, and the parts that their layers are made of.
 BLENDED = {
     "qwen3_5_text": "rotary and matrix | full and linear | dense",
-    "diffllama": "rotary | full | dense",
     "exaone_moe": "rotary and position-free | full and sliding | dense and experts",
-    "glm4v": "rotary | full | dense",
-    "glm4_moe": "rotary | full | dense and experts",
     "internvl": "rotary | full and sliding | dense",
-    "minimax_m2": "rotary | full | experts",
-    "ministral3": "rotary | sliding | dense",
     "mixtral": "rotary | sliding | experts",
     "modernbert-decoder": "rotary | full and sliding | dense",
 }

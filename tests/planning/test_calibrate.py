@@ -251,7 +251,7 @@ def test_a_damaged_calibration_is_left_out(tmp_path, change):
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     root = tmp_path_factory.mktemp("calibrate") / "s"
-    with tiny.engine(tiny.shared_llama(), root) as made:
+    with tiny.engine(tiny.llama(), root) as made:
         made.ingest([tiny.document(i) for i in range(DOCUMENTS)])
         yield made
 

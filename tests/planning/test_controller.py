@@ -26,7 +26,7 @@ AUTO = Options(ratio="auto", policy="random", max_new_tokens=2)
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     root = tmp_path_factory.mktemp("auto") / "store"
-    with tiny.engine(tiny.shared_llama(), root, ram_bytes=0, prefix_text=tiny.BOS) as made:
+    with tiny.engine(tiny.llama(), root, ram_bytes=0, prefix_text=tiny.BOS) as made:
         made.ingest([tiny.document(i) for i in range(3)])
         yield made
 

@@ -65,7 +65,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
-    with tiny.engine(tiny.shared_llama(), tmp_path_factory.mktemp("measure") / "store") as made:
+    with tiny.engine(tiny.llama(), tmp_path_factory.mktemp("measure") / "store") as made:
         made.ingest([tiny.document(0)])
         yield made
 
