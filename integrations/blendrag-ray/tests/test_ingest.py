@@ -1,19 +1,15 @@
-"""Ingest on a Ray cluster of this process: workers that die, and machines that cannot take part."""
+"""What an ingest takes of a Ray cluster, and what it says without Ray."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 import pytest
 
 import tiny
-from blendrag_ray import nodes
-from blendrag_ray.ingest import Share, check_nodes
-from blendrag_ray.ingest_stages import IngestPlan
+from blendrag_ray.ingest import Share
 from cli.commands import refused
-from lab.soak.local_ray import local_ray
-from lab.soak.ray_ingest import crash, engine, save_model, write_documents
+from lab.soak.ray_ingest import write_documents
 
 
 def test_without_ray_it_says_what_to_install(tmp_path, monkeypatch):
@@ -66,34 +62,3 @@ def test_more_workers_than_the_cluster_holds_are_refused():
         Share.of(Cluster(CPUS), "auto", 9, None)
     with tiny.refuses("at most 0"):
         Share.of(Cluster(CPUS), "auto", None, 1)
-
-
-@pytest.fixture(scope="module")
-def ray():
-    with local_ray() as made:
-        yield made
-
-
-@pytest.mark.ray
-def test_machines_that_cannot_take_part_are_named(ray, tmp_path, monkeypatch):
-    with engine(save_model(tmp_path / "model"), tmp_path / "s") as made:
-        made.kv_namespace.corpus.create()
-        plan = IngestPlan.of(made.kv_namespace)
-    check_nodes(plan)
-    elsewhere = replace(plan, place=(0, 0))
-    check_nodes(replace(elsewhere, settings=replace(elsewhere.settings, remote="s3://bucket")))
-    with tiny.refuses("is not seen, and there is no remote"):
-        check_nodes(elsewhere)
-    with tiny.refuses("node .*: there is no model"):
-        check_nodes(replace(plan, model=str(tmp_path / "elsewhere")))
-    monkeypatch.setattr(nodes, "__version__", "9.9")
-    with tiny.refuses("has blendrag 0.1.0, expected 9.9"):
-        check_nodes(plan)
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-@pytest.mark.timeout(900)  # on a busy machine
-def test_killed_workers_are_replaced_and_nothing_is_lost_or_computed_twice(ray, tmp_path):
-    kills = crash(tmp_path, save_model(tmp_path / "model"), 10, 1, 1, lambda: 1.0, seed=1)
-    assert kills == 1
