@@ -92,9 +92,9 @@ def test_the_time_left_is_right_after_a_tenth_of_the_work(
 ):
     docs, store, now = tmp_path / "docs", tmp_path / "store", [0.0]
     if resumed:  # an earlier run did a half
-        write_pages(docs, 12)
+        write_pages(docs, 8)
         assert invoke(*ingest_args(docs, model_dir, store)).exit_code == 0
-    write_pages(docs, 24)
+    write_pages(docs, 16)
     write = KVWriter.write
 
     def write_slowly(*args: Any) -> None:
@@ -110,7 +110,7 @@ def test_the_time_left_is_right_after_a_tenth_of_the_work(
         told,
     )
     work = len(lines)
-    assert work > 72
+    assert work > 48
     for done, (chunks, left) in enumerate(lines, start=1):
         if work / 10 <= done < work:
             expected_s = 10 * (work - done)

@@ -29,8 +29,9 @@ def client(served: Live):
         yield made
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _goes_on(client: httpx.Client):
+    """After all that these tests send, an answer is computed."""
     yield
     made = client.post(CHAT, json={"messages": HELLO, "max_tokens": 1})
     assert made.status_code == 200

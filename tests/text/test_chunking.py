@@ -36,7 +36,7 @@ TEXTS = st.one_of(
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(TEXTS)
 def test_every_chunk_is_an_exact_substring_within_the_limit(text):
     assert_chunks_are_right(text, CHUNKER)

@@ -87,7 +87,6 @@ class TestStructuredAnswers(OfBlendrag, ChatModelTests):
 
     structured_output_kwargs: ClassVar = {"method": "json_schema"}
     test_structured_output = ChatModelIntegrationTests.test_structured_output
-    test_structured_output_async = ChatModelIntegrationTests.test_structured_output_async
     test_optional = ChatModelIntegrationTests.test_structured_output_optional_param
 
     @pytest.fixture(autouse=True)

@@ -135,9 +135,7 @@ class TestWithTools(
         self.engine = capable
 
 
-class TestWithoutTools(
-    OverAnEngine, LLMWithoutToolsTests, StructuredTests, LLMStructuredStreamTests
-):
+class TestWithoutTools(OverAnEngine, LLMWithoutToolsTests, StructuredTests):
     @pytest.fixture(autouse=True)
     def _engine(self, plain: BlendEngine) -> None:
         self.engine = plain

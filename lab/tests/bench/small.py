@@ -33,7 +33,7 @@ COMMANDS = {
         "--chunk-tokens", "32", "--own-tokens", "8", "--ratio", "0.25", "--rounds", "1",
     ),
     "overhead": (
-        "overhead", "--chunks", "3,9", "--chunk-tokens", "8", "--policies", "reuse,query", "--rounds", "1",
+        "overhead", "--chunks", "3", "--chunk-tokens", "8", "--policies", "reuse", "--rounds", "1",
     ),
 }  # fmt: skip
 

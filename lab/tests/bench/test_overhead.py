@@ -10,7 +10,7 @@ import torch
 from blendrag.fusor.loader import LayerLoader
 from blendrag_lab.bench import decode_overhead
 from blendrag_lab.bench.overhead import OperatorCount
-from lab.tests.bench.small import COMMANDS, joint_steps, measured
+from lab.tests.bench.small import joint_steps, measured
 
 
 def operators_of(work: Callable[[], object]) -> OperatorCount:
@@ -43,7 +43,9 @@ def loaded_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("loaded_first")
 def test_operators_do_not_grow_with_chunks_schedules_or_layers():
-    fields = measured(*COMMANDS["overhead"])
+    fields = measured(
+        "overhead", "--chunks", "3,9", "--chunk-tokens", "8", "--policies", "reuse,query", "--rounds", "1"
+    )  # fmt: skip
     assert fields["layers"] == 32
     rows = {(row["way"], row["chunks"]): row for row in fields["rows"]}
     assert rows["reuse", 3]["over_stock"] < 1.2  # little more than one forward

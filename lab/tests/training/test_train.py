@@ -22,9 +22,9 @@ from lab.training.train import (
     demo_config,
 )
 
-STEPS = 6
+STEPS = 4
 #: Steps before the model grows.
-GROWS_AFTER = 3
+GROWS_AFTER = 2
 
 
 @pytest.mark.parametrize("stage", STAGES, ids=lambda stage: stage.name)
