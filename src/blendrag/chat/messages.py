@@ -56,11 +56,6 @@ def cleaned(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
     return made
 
 
-def text_of(content: Any, field: str, role: str = "user") -> str:
-    """The text of a content; ``field`` is its name in errors."""
-    return _Content(content, field, role).text
-
-
 def result_of(content: Any) -> Any:
     """The content of a tool's result: text, parts, or any other JSON as text."""
     if content is None or isinstance(content, str):

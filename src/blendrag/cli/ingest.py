@@ -18,7 +18,7 @@ from blendrag.cli.progress import IngestProgress
 from blendrag.errors import InvalidInputError
 from blendrag.store.durable import readable_size
 from blendrag.store.regular_files import MIB
-from blendrag.text.names import MAX_SOURCE_CHARS, short_name
+from blendrag.text.names import short_name
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine, IngestReport
@@ -257,6 +257,5 @@ def list_documents(
 
 
 def _shown(source: str) -> str:
-    """The path from the working directory, if it is below it. Older stores hold sources of any length."""
-    source = source if len(source) <= MAX_SOURCE_CHARS else short_name(source)
+    """The path from the working directory, if it is below it."""
     return source.removeprefix(f"{os.getcwd().rstrip('/')}/")

@@ -45,7 +45,6 @@ FieldValue = str | int | float | bool
 _SPELLED = {"eq": "=", "gt": ">", "gte": ">=", "lt": "<", "lte": "<=", "icontains": "~"}
 _OF_TEXTS = ("glob", "icontains")
 ORDERED = ("gt", "gte", "lt", "lte")
-_LISTS = ("in", "nin")
 #: Comparisons that deny another.
 _DENIED = {"ne": "eq", "nin": "in"}
 _JOINED = ("and", "or", "not")

@@ -8,7 +8,6 @@ chunk goes before it.
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -21,8 +20,6 @@ from blendrag.fusor import BlendCache
 from blendrag.store.base import WantedKV
 from blendrag.store.identity import chunk_key, kept_namespace
 from blendrag.text.prompt import Segment
-
-log = logging.getLogger(__name__)
 
 #: Chunks whose KV is found again; the memory tier may hold fewer.
 MAX_KEPT = 4096
