@@ -401,15 +401,21 @@ def adapter(model: Any) -> ModelAdapter:
     return ModelAdapter(model, tokenizer())
 
 
-_shared: list[tuple[ModelAdapter, str]] = []
+_shared: dict[str, tuple[ModelAdapter, str]] = {}
+
+
+def shared(name: str) -> ModelAdapter:
+    """A family with its tokenizer, probed once for many engines; a new one if its weights changed."""
+    made, namespace = _shared.get(name, (None, ""))
+    if made is None or made.identity.namespace != namespace:
+        made = adapter(family(name, initializer_range=0.2))
+        _shared[name] = made, made.identity.namespace
+    return made
 
 
 def shared_llama() -> ModelAdapter:
-    """:func:`llama` with its tokenizer, probed once for many engines; a new one if its weights changed."""
-    if not _shared or _shared[0][0].identity.namespace != _shared[0][1]:
-        made = adapter(llama())
-        _shared[:] = [(made, made.identity.namespace)]
-    return _shared[0][0]
+    """:func:`llama`, as :func:`shared`."""
+    return shared("llama")
 
 
 def random_ids(n: int, seed: int = 0, low: int = 3, high: int = 590) -> torch.Tensor:

@@ -480,8 +480,7 @@ def test_no_request_waits_for_copies_that_it_does_not_use(
 
 
 @pytest.mark.usefixtures("texts")
-@pytest.mark.parametrize("wanted", ["auto", "int8"])
-@pytest.mark.parametrize("is_steady", [True, False])
+@pytest.mark.parametrize(("wanted", "is_steady"), [("auto", False), ("int8", True)])
 def test_packed_weights_that_are_not_faster_are_not_made_again_if_that_is_certain(
     wanted: str,
     is_steady: bool,

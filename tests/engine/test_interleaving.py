@@ -232,8 +232,7 @@ def test_the_common_prefill_of_waiting_prompts_pauses(tmp_path, pauses, monkeypa
         list(first)
 
 
-@pytest.mark.parametrize("mode", ["blend", "full"])
-@pytest.mark.parametrize("error", [RequestCancelled, RequestTimeout])
+@pytest.mark.parametrize(("mode", "error"), [("blend", RequestCancelled), ("full", RequestTimeout)])
 def test_a_paused_request_that_is_over_stops_at_once(engine, pauses, mode, error):
     long = engine.generate(asked(engine, 0), LONG).text
     short = Options(max_new_tokens=4, mode=mode)

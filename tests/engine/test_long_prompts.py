@@ -145,7 +145,9 @@ def near_limit(engine: BlendEngine, number: int = 0) -> str:
     return text
 
 
-@pytest.mark.parametrize("options", [FULL, ALL], ids=lambda each: each.mode)
+@pytest.mark.parametrize(
+    ("family", "options"), [("llama", FULL), ("phi3", ALL)], indirect=["family"]
+)
 def test_an_answer_that_passes_the_limit_is_that_of_transformers(engine, family, options):
     prompt = near_limit(engine)
     tokens = len(engine.segments(prompt).ids)

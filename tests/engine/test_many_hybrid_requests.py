@@ -76,6 +76,7 @@ def test_requests_that_come_and_go_get_the_answers_that_each_gets_alone(engine, 
         alike(ours, theirs)
 
 
+@one_kind
 def test_prefills_pause_for_the_tokens_of_others(engine, monkeypatch):
     """A step is due before every layer of a prefill."""
     alone = [engine.generate(asked(engine, i), max_new_tokens=8) for i in range(3)]

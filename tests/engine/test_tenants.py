@@ -161,10 +161,9 @@ def test_a_beginning_is_an_exact_prefix_only_for_its_tenant(tmp_path):
 SECRET = "The harbour pays the blue crane from Monday on, as the old captain wrote."
 
 
-@pytest.mark.parametrize("ending", ["\n\nQuestion: Who?", ""])
-def test_a_guess_word_by_word_tells_nothing_until_the_passage_is_whole(tmp_path, ending):
+@pytest.mark.parametrize(("ending", "count"), [("\n\nQuestion: Who?", -1), ("", 3)])
+def test_a_guess_word_by_word_tells_nothing_until_the_passage_is_whole(tmp_path, ending, count):
     """Right and wrong guesses of a client in the same scope get the same answers."""
-    words = SECRET.split()
 
     def told(guess):
         """What two requests with this guess get, after two of another client with the secret."""
@@ -182,15 +181,14 @@ def test_a_guess_word_by_word_tells_nothing_until_the_passage_is_whole(tmp_path,
                 answers.append((chunks, metrics.notes, metrics.learned_tokens))
         return answers
 
-    for count in (3, len(words) - 1):
-        head = " ".join(words[:count])
-        size = len(tiny.tokenizer().encode(head))
-        wrong = next(
-            guess
-            for guess in (head[:-1] + letter for letter in "abcdefgh")
-            if guess != head and len(tiny.tokenizer().encode(guess)) == size
-        )
-        assert told(head) == told(wrong)
+    head = " ".join(SECRET.split()[:count])
+    size = len(tiny.tokenizer().encode(head))
+    wrong = next(
+        guess
+        for guess in (head[:-1] + letter for letter in "abcdefgh")
+        if guess != head and len(tiny.tokenizer().encode(guess)) == size
+    )
+    assert told(head) == told(wrong)
 
 
 def test_an_engine_takes_a_tenant_as_an_option(tmp_path):

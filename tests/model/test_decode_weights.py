@@ -251,7 +251,10 @@ def test_weights_of_gguf_files_are_not_rounded_a_second_time(
     """Only their scales are, to bfloat16, as the outputs. Rounding to 8 bits for each output makes several
     times the error."""
     monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
-    model, at = tiny.llama(intermediate_size=512).bfloat16(), "model.layers.1.mlp.down_proj"
+    model, at = (
+        tiny.llama(intermediate_size=512, num_hidden_layers=1).bfloat16(),
+        "model.layers.0.mlp.down_proj",
+    )
     layer = packing.linear_layers(model)[at]
     of_file = quantised(blocks, layer.weight.shape)
     layer.weight.data.copy_(of_file)

@@ -231,7 +231,7 @@ def test_a_measurement_goes_on_with_the_rounds_that_were_timed(engine, monkeypat
     assert len(timed) == 3 + 3 * len(whole)
 
 
-@pytest.mark.parametrize("lengths", [None, [], [64], [64, 1 << 40]])
+@pytest.mark.parametrize("lengths", [None, [], [64, 1 << 40]])
 def test_a_measurement_whose_rounds_are_damaged_begins_anew(engine, lengths, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(measure, "figures", mock.Mock(side_effect=KeyboardInterrupt))
