@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -119,9 +120,9 @@ def test_schemas_of_a_server_have_different_names(made):
     assert sentence.endswith("trip.xml, 'trip', expected another name")
 
 
-def test_a_schema_is_shown_as_a_tree(made):
+def test_a_schema_is_shown_as_a_tree_and_drawn(made):
     folder, (_, model, *_) = made
-    shown = invoke("schema", "show", folder / "trip.xml").stdout
+    shown = invoke("schema", "show", folder / "trip.xml", "--svg", folder / "trip.svg").stdout
     lines = [line.split() for line in shown.splitlines()]
     assert lines == [
         ["trip", "start", "end", "words"],
@@ -133,9 +134,17 @@ def test_a_schema_is_shown_as_a_tree(made):
         ["└──", "module", "food", "18", "21", "3"],
         ["└──", '"They', "eat", 'fish."', "18", "21", "3"],
     ]
+    drawing = ElementTree.parse(folder / "trip.svg")
+    titles = [each.text for each in drawing.iter("{http://www.w3.org/2000/svg}title")]
+    assert "module plan: 3 to 18" in titles
+    assert len(titles) == 7
     counted = json.loads(
         invoke("schema", "show", folder / "trip.xml", "--model", model, "--json").stdout
     )
     assert counted["unit"] == "tokens"
     assert counted["length"] > 21
     assert [part["kind"] for part in counted["parts"]].count("module") == 2
+    refused = invoke("schema", "show", folder / "trip.xml", "--svg", folder / "none" / "trip.svg")
+    assert refused.exit_code == 2
+    assert "--svg" in refused.stderr
+    assert "cannot be written" in refused.stderr

@@ -90,6 +90,7 @@ def check(
 def show(
     file: File,
     model: CountedModel = None,
+    svg: Annotated[Path | None, options.optional("Draw the layout into this SVG.")] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     json: options.Json = False,
     verbose: options.Verbose = False,
@@ -98,9 +99,13 @@ def show(
     begin(verbose, "nothing was changed", loads_torch=model is not None)
     from blendrag.schema import drawing
 
+    if svg is not None:
+        options.require_place("--svg", svg, ".svg")
     counted = _counted(file, model, trust_remote_code)
-    layout = counted.layout
-    parts = list(drawing.outline(layout, counted.plain))
+    layout, plain = counted.layout, counted.plain
+    if svg is not None:
+        svg.write_text(drawing.svg(layout, plain), encoding="utf-8")
+    parts = list(drawing.outline(layout, plain))
     if json:
         rows = [
             {key: value for key, value in asdict(part).items() if key != "guide"} for part in parts
