@@ -77,6 +77,9 @@ class RequestMetrics:
     """The predicted time of computing, which overlaps loading."""
     decision: str = ""
     """Why this ratio and these loads, if the ratio was ``auto``."""
+    batch_size: int = 1
+    """Prompts prefilled in the same forward; more than one only in a batch. ``ttft_s`` still ends with this
+    request's first token, which comes after the answers before it."""
     opening_s: float = 0.0
     """Opening the tokenizer, the model and the embedder, and checking that stored KV is theirs: about 0 but
     for the first request of an engine."""

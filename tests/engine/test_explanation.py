@@ -131,6 +131,13 @@ def test_every_mode_can_be_explained(engine, mode):
     assert "<h3>Prompt</h3>" in answer.explain().page()
 
 
+def test_prompts_of_a_batch_are_explained_without_a_timeline(engine):
+    prompts = [tiny.prompt(engine, 0, 1), tiny.prompt(engine, 1, 2)]
+    for answer in engine.batch(prompts, EXPLAINED):
+        trace = answer.explain().trace
+        assert sum(trace.recomputed) == pytest.approx(answer.metrics.recomputed_tokens, abs=1)
+
+
 def test_the_beginning_of_a_prompt_is_counted_and_shown(engine):
     text = "Answer from the notes of the company, and say where you read it. "
     text += tiny.prompt(engine, 0, 1)

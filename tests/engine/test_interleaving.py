@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import tiny
 import writers
-from blendrag.engine import BlendEngine, Options, exact_prefixes, generation
+from blendrag.engine import BlendEngine, Options, exact_prefixes, generation, packing_rule
 from blendrag.engine.answers import AnswerIterator
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import RequestCancelled, RequestTimeout
@@ -140,6 +140,20 @@ def test_answers_are_those_of_each_request_alone(family, tmp_path, pauses):
         assert pauses.count >= 3 * LAYERS
         assert "forward" not in vars(engine.adapter.model)
         assert not any(layer._forward_pre_hooks for layer in engine.adapter.stack.layers)
+
+
+def test_prompts_that_are_prefilled_together_pause(engine, pauses, monkeypatch):
+    monkeypatch.setitem(packing_rule.ROWS, "cpu", 10_000)
+    prompts, short = [asked(engine, 1 + i) for i in range(3)], Options(max_new_tokens=4)
+    expected = [engine.generate(prompt, short).text for prompt in prompts]
+    with engine.scheduler.held():
+        first = stream(engine, 0)
+        batch, _ = tiny.submitted(engine, lambda: engine.batch(prompts, short), 3)
+    answers = batch.result()
+    assert [answer.text for answer in answers] == expected
+    assert {answer.metrics.batch_size for answer in answers} == {3}
+    assert pauses.count >= LAYERS
+    list(first)
 
 
 def test_a_prompt_of_a_schema_lets_others_decode(engine, pauses, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tiny
-from blendrag.engine import Answer, BlendEngine, Options, kv_writer
+from blendrag.engine import Answer, BlendEngine, Options, kv_writer, packing_rule
 from blendrag.engine.kv_writer import BackgroundWriter, Job
 from blendrag.errors import RequestCancelled, StoreFullError
 from blendrag.planning.controller import Controller
@@ -185,12 +185,14 @@ def test_a_mode_that_does_not_load_chunks_encodes_nothing_first(engine):
     assert not any(notes(answer) for answer in answers(engine, 2, options))
 
 
-def test_missing_chunks_of_a_batch_are_looked_up_and_encoded_once(engine, encodings):
+def test_missing_chunks_of_a_batch_are_looked_up_and_encoded_once(engine, encodings, monkeypatch):
     keys = lose(engine)
+    monkeypatch.setitem(packing_rule.ROWS, "cpu", 10_000)
     prompts = [tiny.prompt(engine, 0, 1)] * 3
     with tiny.counted(engine.background, "encode_first") as asked:
         found = engine.batch(prompts, BLEND)
     assert [computed(answer) for answer in found] == [0, 0, 0]
+    assert {answer.metrics.batch_size for answer in found} == {3}
     assert [len(missing) for missing, _ in asked] == [len(keys)]
     engine.drain()
     assert chunks(encodings) == len(keys)

@@ -41,6 +41,14 @@ def test_ratio_0_computes_what_mode_reuse_computes_with_any_policy(engine, polic
     assert m.fresh_tokens == other.metrics.fresh_tokens
 
 
+def test_requests_at_ratio_0_are_prefilled_together(engine):
+    prompts = [tiny.prompt(engine, i, 2) for i in (0, 1)]
+    zero = Options(policy="hkvd", ratio=0, max_new_tokens=2)
+    for each in engine.batch(prompts, zero):
+        assert each.metrics.batch_size == 2
+        assert each.metrics.charged_ratio == 0
+
+
 def test_the_page_says_that_nothing_was_recomputed(engine):
     answer = engine.generate(tiny.prompt(engine, 0, 1), ratio=0, max_new_tokens=1, explain=True)
     page = answer.explain().page()

@@ -88,6 +88,15 @@ def test_a_search_of_a_vector_store_is_a_retrieval(engine, exported):
     assert attributes["gen_ai.data_source.id"] == str(engine.root)
 
 
+def test_prompts_of_a_batch_share_the_span_of_their_prefill(engine, exported):
+    answers = engine.batch([tiny.prompt(engine, i) for i in (0, 1)], mode="reuse", max_new_tokens=1)
+    assert {answer.metrics.batch_size for answer in answers} == {2}
+    found = exported.get_finished_spans()
+    (load,) = {span.parent.span_id for span in found if span.name == "load"}
+    (shared,) = [span for span in found if span.context.span_id == load]
+    assert (shared.name, shared.attributes["blendrag.batch_size"]) == ("prefill", 2)
+
+
 async def test_an_awaited_request_belongs_to_the_callers_span(engine, exported):
     with trace.get_tracer("app").start_as_current_span("app"):
         await engine.agenerate("hi", max_new_tokens=1, apply_chat_template=False)

@@ -20,6 +20,7 @@ from blendrag.fusor import Fusor, attention
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.gate import verify
 from blendrag.fusor.loader import LayerLoader, LoadedSpan
+from blendrag.fusor.pack import PackedPrompt, Prefilled
 from blendrag.fusor.rows import PromptRows, Rows
 from blendrag.fusor.staging import CudaRing
 from blendrag.model import ModelAdapter, compat, fingerprint
@@ -99,6 +100,26 @@ def test_a_blended_prefill_equals_that_of_the_cpu(here, there, policy):
     assert tiny.difference(got.cpu(), expected) < 1e-3
     for a, b in zip(cache.layers, moved.layers, strict=True):
         assert tiny.difference(b.keys.cpu(), a.keys) < 1e-3
+
+
+@pytest.mark.parametrize("folded_bytes", [0, 1 << 20])
+def test_prompts_packed_on_the_device_get_what_they_get_alone_on_the_cpu(
+    here, there, folded_bytes, monkeypatch
+):
+    monkeypatch.setattr("blendrag.fusor.rows.FOLDED_BYTES", folded_bytes)
+    asked = spans(here)
+    policies = ("hkvd", "query", "random")
+    prompts = [
+        PackedPrompt(IDS.to(there.device), tiny.request(IDS, asked, policy, 0.3, "constant"), 4)
+        for policy in policies
+    ]
+    fusor = Fusor(there)
+    for policy, got in zip(policies, fusor.batched_prefill(prompts), strict=True):
+        assert isinstance(got, Prefilled), got
+        expected, cache, _ = tiny.fuse(Fusor(here), IDS, asked, policy, 0.3, "constant")
+        assert tiny.difference(fusor.first_logits([got]).cpu()[0], expected[0, -1]) < 1e-3
+        for a, b in zip(cache.layers, got.fusion.cache.layers, strict=True):
+            assert tiny.difference(b.keys.cpu(), a.keys) < 1e-3
 
 
 def test_a_profile_is_measured_and_predicts(there, tmp_path):

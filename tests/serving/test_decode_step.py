@@ -48,7 +48,7 @@ def test_logits_are_those_of_each_request_alone(name: str) -> None:
     """Over three tokens, behind prompts shorter and longer than the window."""
     model = tiny.build(tiny.FAMILIES[name], initializer_range=0.2)
     adapter = ModelAdapter(model, tiny.tokenizer())
-    if not Fusor(adapter).fast_attention:
+    if not Fusor(adapter).packs:
         pytest.skip("decodes alone")
     alone, together = ([prefilled(adapter, ids) for ids in prompts()] for _ in range(2))
     for token in (7, 8, 9):

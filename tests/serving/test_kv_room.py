@@ -32,7 +32,7 @@ class Room(KVRoom):
     def add(self, name: str, check: Any = lambda: None, prompt_tokens: int = 9) -> Coroutine:
         """A call that has room for its prompt and 11 tokens, and needs more for its next one."""
         call = Coroutine(Scheduler(), Pending(lambda: None))
-        call.kv = SimpleNamespace(name=name)  # type: ignore[assignment]
+        call.kv = SimpleNamespace(name=name, is_part=False)  # type: ignore[assignment]
         call.step = object()  # type: ignore[assignment]
         call.share = KVShare(prompt_tokens, 1000, 1, check)
         call.share.used = call.share.room + 1

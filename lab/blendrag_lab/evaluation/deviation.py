@@ -32,7 +32,7 @@ from blendrag.engine.rendering import render
 from blendrag.errors import InvalidInputError, UnsupportedModelError
 from blendrag.fusor import BlendRequest, Fusor
 from blendrag.fusor.loader import HeldKV, LoadedSpan
-from blendrag.fusor.scout import Scout, scouting
+from blendrag.fusor.scout import Observed, Scout, scouting
 from blendrag.fusor.selection import Blending
 from blendrag.model import ModelAdapter, load_adapter
 from blendrag.model.bounded_templates import FIXED_MOMENT, bounded
@@ -161,7 +161,7 @@ class StoredPrompt:
         request = BlendRequest(n, tuple(spans), Blending.of(policy, schedule, ratio))
         # An index keeps all rows in the last layer's attention; a number would cut them to the last row.
         last = torch.tensor([-1], device=self.adapter.device)
-        with self.adapter.lock, scouting(self.adapter.stack, seen):
+        with self.adapter.lock, scouting(self.adapter.stack, lambda: [Observed(seen)]):
             _, cache, _ = self._fusor.prefill(self._ids, request, logits_to_keep=last)
         kv = [buffer[:, :, columns].cpu() for buffer in cache.buffers(n)]
         return MeasuredPrefill(kv, seen.matrices())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -22,6 +22,7 @@ from blendrag.engine.answers import (
     off_loop,
     wait_all,
 )
+from blendrag.engine.batched_prefill import BatchEntry, RequestBatch, share_of
 from blendrag.engine.decoding import Likelihoods
 from blendrag.engine.generation import Generation
 from blendrag.engine.kv_namespace import KVNamespace
@@ -34,7 +35,6 @@ from blendrag.engine.roads import BlendedRoad, FixedPositionsRoad, Road
 from blendrag.engine.schemas import Schemas
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import RequestCancelled, RequestTimeout
-from blendrag.model.adapter import ModelAdapter
 from blendrag.serving.kv_budget import KVShare
 from blendrag.serving.scheduler import Pending, Scheduler
 from blendrag.serving.thread_queue import QueueState, ThreadQueue
@@ -43,8 +43,6 @@ from blendrag.serving.thread_queue import QueueState, ThreadQueue
 #: short prompts do not wait for them.
 PROMPT_THREADS, LONG_PROMPT_THREADS = 4, 2
 LONG_PROMPT_CHARS = 1 << 16
-#: Running states of a request, and what a joint step keeps of them in case that it fails.
-COPIES_OF_STATES = 2
 
 
 class Answering:
@@ -147,7 +145,13 @@ class Answering:
                     raise
                 checked_requests.append(exc)
         requests = [one for one in checked_requests if isinstance(one, Request)]
-        pending = [self._pending(one, self._stream(one)) for one in requests]
+        batch = RequestBatch(
+            [BatchEntry(one, self._stream(one)) for one in requests],
+            self._model,
+            self._planner,
+            self._scheduler.budget,
+        )
+        pending = [self._pending(batch, number) for number in range(len(requests))]
         try:
             self._scheduler.submit(*pending)
         except BaseException:  # interrupted: they may be in the queue
@@ -193,15 +197,16 @@ class Answering:
 
     # -- the thread that computes -----------------------------------------------------------------
 
-    def _pending(self, request: Request, stream: AnswerStream) -> PendingAnswer:
-        """The answer to a request, for the scheduler."""
+    def _pending(self, batch: RequestBatch, number: int) -> PendingAnswer:
+        """The answer to that prompt, for the scheduler."""
+        request, stream = batch.entries[number]
 
         def answer() -> Answer:
             stream.begin()
             try:
                 with self._span(request.options, request.trace_context, request.asked_at) as add:
                     stream.check()
-                    answer = self._answer(request, stream)
+                    answer = self._answer(request, stream, batch, number)
                     add(partial(spans.answered, answer, self._model.name))
             except BaseException as exc:
                 log_failure(exc, request.asked_at)
@@ -209,6 +214,7 @@ class Answering:
                     exc.__traceback__ = None  # its frames hold the KV cache
                 raise
             finally:
+                batch.leave(number)
                 stream.finish()
             log_answer(answer.metrics)
             return answer
@@ -217,14 +223,17 @@ class Answering:
             adapter, counted = self._model.adapter, request
             with suppress(ValueError, TypeError):  # refused once it begins
                 counted = replace(request, sequences=sequences_of(request, adapter))
-            return _share_of(counted, adapter, stream)
+            return batch.share_of(number) or share_of(counted, adapter, stream)
 
         def joins() -> bool:
             adapter = self._model.adapter
             return adapter.refusal is None and not adapter.lock.is_wanted  # by another engine
 
-        @cache
         def cost() -> float:
+            return 0.0 if batch.share_of(number) is not None else computed_tokens()
+
+        @cache
+        def computed_tokens() -> float:
             """The tokens that its prefill computes if the KV of its chunks is stored."""
             chunks = sum(len(segment.ids) for segment in request.prompt.chunks)
             computed = request.blending.fixed_ratio if request.may_blend else 1.0
@@ -238,7 +247,9 @@ class Answering:
             prefixes=self._planner.prefixes,
         )
 
-    def _answer(self, request: Request, stream: AnswerStream) -> Answer:
+    def _answer(
+        self, request: Request, stream: AnswerStream, batch: RequestBatch, number: int
+    ) -> Answer:
         """The model's lock is held throughout, so that one request sees one model."""
         began = time.perf_counter()
         adapter, budget = self._model.adapter, self._scheduler.budget
@@ -253,11 +264,14 @@ class Answering:
             choice = self._model.decode_weights
             weights = choice.now() if request.max_new_tokens > 1 else None  # packs them once
             stream.opening_s += time.perf_counter() - began
-            road.begin(stream.opening_s)
-            lesson = self._learner.lesson(road.request)
-            road.prefilled = lesson.take
-            share = _share_of(road.request, adapter, stream)
-            with ExitStack() as held:
+            # closed also if it is over before it is run
+            with closing(batch.take(number)) as ahead, ExitStack() as held:
+                if ahead.share is not None:  # also if it is refused now
+                    held.callback(budget.release, ahead.share)
+                road.begin(ahead, stream.opening_s)
+                lesson = self._learner.lesson(road.request)
+                road.prefilled = lesson.take
+                share = ahead.share or share_of(road.request, adapter, stream)
                 held.callback(budget.release, share)
                 budget.hold(share)
                 with self._kv.corpus.one_look():
@@ -289,14 +303,3 @@ class Answering:
         if request.fixed is None:
             return BlendedRoad(self._model, self._planner, request, stream)
         return FixedPositionsRoad(self._model, self._schemas, request, request.fixed, stream)
-
-
-def _share_of(request: Request, adapter: ModelAdapter, stream: AnswerStream) -> KVShare:
-    """The memory that a request needs, whose number of sequences is known."""
-    token_bytes, state_bytes = 0, 0
-    if adapter.refusal is None:
-        token_bytes = adapter.layout.token_bytes
-    if adapter.composition is not None:
-        state_bytes = COPIES_OF_STATES * adapter.composition.state_bytes
-    sizes = len(request.prompt.ids), request.max_new_tokens, request.sequences * token_bytes
-    return KVShare(*sizes, stream.check, request.sequences * state_bytes)

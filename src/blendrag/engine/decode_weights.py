@@ -189,7 +189,7 @@ def compare(
     with adapter.lock:
         if why := _why_not(adapter, name):
             return why
-        if adapter.composition is None and not Fusor(adapter).fast_attention:
+        if adapter.composition is None and not Fusor(adapter).packs:
             return NOT_TOGETHER
         made = _made(adapter, name)
         if isinstance(made, str):

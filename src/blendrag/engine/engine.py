@@ -237,9 +237,9 @@ class BlendEngine:
     ) -> Any:
         """Answers to several prompts, in order. ``timeout_s`` applies to all of them together.
 
-        All prompts are checked before anything is computed. They wait together, so what several begin with
-        can be computed once, and they decode together. The first error ends the batch, names its prompt in a
-        note, and is raised; with ``return_exceptions`` errors are returned in place of answers.
+        All prompts are checked before anything is computed; those over stored KV are prefilled together
+        where that is faster. The first error ends the batch, names its prompt in a note, and is raised; with
+        ``return_exceptions`` errors are returned in place of answers.
         """
         return self._answering.batch(prompts, with_keywords(options, given), return_exceptions)
 

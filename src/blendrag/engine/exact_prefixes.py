@@ -194,7 +194,7 @@ class ExactPrefixes:
 
         count = len(shared.others) + 1
         try:
-            with tracing.span("prefill", lambda: {"blendrag.requests": count}):
+            with tracing.span("prefill", lambda: {"blendrag.batch_size": count}):
                 kept = self._compute(request, shared.ids, controller, pausing(check_all))
         except (RequestCancelled, RequestTimeout):
             raise
@@ -257,7 +257,7 @@ class ExactPrefixes:
         gate. Moshi's sees a window only in transformers' own cache."""
         kv = self._kv
         with suppress(UnsupportedModelError):
-            return kv.model.fusor.fast_attention or kv.validity.verification().blendable
+            return kv.model.fusor.packs or kv.validity.verification().blendable
         return False
 
     def _worthwhile(

@@ -86,17 +86,19 @@ class Generation:
 
         Raises :class:`RequestCancelled` and :class:`RequestTimeout`.
         """
-        avoid: set[str] = set()
+        plan, avoid = self._road.ahead.plan, set(self._road.ahead.avoid)
         for restarts_left in reversed(range(MAX_RESTARTS + 1)):
             self._stream.check()
-            with tracing.span("plan") as add:
-                plan = self._road.plan(avoid, loads=restarts_left > 0)
-                add(partial(spans.planned, plan))
+            if plan is None:
+                with tracing.span("plan") as add:
+                    plan = self._road.plan(avoid, loads=restarts_left > 0)
+                    add(partial(spans.planned, plan))
             try:
                 with closing(plan):
                     return self._generated(plan)
             except SpanCorruptError as corrupt:
                 avoid.add(corrupt.span.reader.key)
+                plan = None
         raise AssertionError("the last attempt loads nothing")
 
     def _generated(self, plan: Plan) -> Answer:
@@ -249,7 +251,7 @@ class Generation:
 
     def _metrics(self, plan: Plan, prefill: Prefill, new_tokens: int) -> RequestMetrics:
         request, stream = self._request, self._stream
-        fusion, predicted = prefill.fusion, plan.forecast
+        fusion, batch_size = prefill.fusion, prefill.batch_size
         counts = fusion.counts() if fusion is not None else None
         reused, prompt_tokens = plan.reused_tokens, len(request.prompt.ids)
         computed_share = float(request.mode == "full")
@@ -263,6 +265,8 @@ class Generation:
             policy, schedule = str(fusion.policy), str(fusion.schedule)
         elif fusion is None and plan.spans and plan.chunks and request.mode == "blend":
             policy, schedule = str(plan.blending.policy), str(plan.blending.schedule)
+        # a forecast is of a request that is prefilled alone
+        predicted = plan.forecast if batch_size == 1 else None
         notes = *request.notes, *stream.notes, *plan.notes, *filter(None, (self._note,))
         return RequestMetrics(
             mode=self._road.mode,
@@ -288,6 +292,7 @@ class Generation:
             predicted_load_s=predicted.load_s if predicted else None,
             predicted_compute_s=predicted.compute_s if predicted else None,
             decision=plan.decision if plan.forecast is not None else "",
+            batch_size=batch_size,
             opening_s=stream.opening_s + request.embedder_opening_s,
             queued_s=stream.queued_s,
             retrieval_s=request.retrieval_s,

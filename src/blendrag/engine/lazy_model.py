@@ -138,7 +138,7 @@ class LazyModel:
         if self.adapter.composition is not None:
             return True
         with suppress(UnsupportedModelError):
-            return self.fusor.fast_attention
+            return self.fusor.packs
         return False
 
     @opened

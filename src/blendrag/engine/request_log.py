@@ -39,6 +39,8 @@ def wording(metrics: RequestMetrics) -> str:
         f"first token after {m.ttft_s:.3f} s, {m.new_tokens} new in {m.total_s:.3f} s, "
         f"decode weights {m.decode_weights}",
     ]
+    if m.batch_size > 1:
+        parts.append(f"prefilled together with {m.batch_size - 1} of its batch")
     missed = [chunk for chunk in m.chunks if chunk.outcome == "computed"]
     if missed:
         parts.append(f"{len(missed)} of {len(m.chunks)} chunks not reused: {_reasons(missed)}")

@@ -71,6 +71,7 @@ def prefilled(metrics: RequestMetrics) -> dict[str, Any]:
         "blendrag.tokens.reused": metrics.reused_tokens,
         "blendrag.tokens.recomputed": metrics.recomputed_tokens,
         "blendrag.tokens.fresh": metrics.fresh_tokens,
+        "blendrag.batch_size": metrics.batch_size,
     }
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from blendrag.engine.batched_prefill import NOTHING_AHEAD, Ahead
 from blendrag.engine.exact_prefixes import goes_on
 from blendrag.engine.lazy_model import LazyModel
 from blendrag.engine.planner import Planner, checked
@@ -44,6 +45,8 @@ class Prefill(NamedTuple):
     cache: Any = None
     """``None``: the model makes its own."""
     fusion: Fusion | None = None
+    batch_size: int = 1
+    """Prompts in the forward that computed it."""
     keep: Callable[[tuple[int, ...]], None] | None = None
     """Called with the ids whose KV is in ``cache``: of the prompt, at the end also of the answer."""
     unhook: Callable[[], None] | None = None
@@ -60,6 +63,8 @@ class Road(ABC):
     def __init__(self, model: LazyModel, request: Request, stream: AnswerStream) -> None:
         self.adapter = model.adapter
         self.request = request
+        self.ahead = NOTHING_AHEAD
+        """What was done before the request's turn."""
         self._model = model
         self._stream = stream
         self._check = pausing(stream.check)
@@ -70,13 +75,14 @@ class Road(ABC):
     def open(self) -> float:
         """Check once for all requests that stored KV is the model's; returns the seconds."""
 
-    def begin(self, opening_s: float) -> None:
+    def begin(self, ahead: Ahead, opening_s: float) -> None:
         """The request's turn has come, after ``opening_s`` that do not count. Cuts its answer to the context.
 
         Raises :class:`ContextOverflowError`, :class:`InvalidInputError`, :class:`UnsupportedModelError`.
         """
         request = checked(self.request, self.adapter, self._limit_tokens)
         self.request = replace(request, asked_at=request.asked_at + opening_s)
+        self.ahead = ahead
 
     @property
     @abstractmethod
@@ -140,7 +146,8 @@ class BlendedRoad(Road):
     def plan(self, avoid: Collection[str], loads: bool) -> Plan:
         if not loads:
             return Plan.computed(self.request.prompt, STILL_CORRUPT)
-        return self._planner.plan(self.request, self._stream, frozenset(avoid), not avoid)
+        is_first = not avoid and self.ahead.plan is None
+        return self._planner.plan(self.request, self._stream, frozenset(avoid), is_first)
 
     @contextmanager
     def prefill(self, plan: Plan, timeline: Timeline | None) -> Iterator[Prefill]:
@@ -148,8 +155,14 @@ class BlendedRoad(Road):
         ids = self._ids(self.request.prompt.ids)
         tokens, kept = ids.shape[1], partial(self._keep, plan)
         cache: BlendCache | None
+        prefilled = self.ahead.prefilled if plan is self.ahead.plan else None
         with adapter.own_tables():
-            if goes_on(self.request, adapter):
+            if prefilled is not None:  # the first forward has already run, in a batch
+                note_loaded(prefilled.fusion)
+                with prefilled.replayed(adapter.stack.base) as cache:
+                    size = self.ahead.batch_size
+                    yield Prefill(ids, cache, prefilled.fusion, size, partial(kept, cache))
+            elif goes_on(self.request, adapter):
                 with before_layers(adapter.decoder_layers, check) as unhook:
                     yield self._continued(ids, plan)._replace(unhook=unhook)
             elif adapter.composition is not None and plan.spans:

@@ -3,6 +3,7 @@
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.fusion import Fusion
 from blendrag.fusor.fusor import Fusor
+from blendrag.fusor.pack import PackedPrompt, Prefilled
 from blendrag.fusor.request import BlendRequest, FusionCounts
 
 __all__ = [
@@ -11,4 +12,6 @@ __all__ = [
     "Fusion",
     "FusionCounts",
     "Fusor",
+    "PackedPrompt",
+    "Prefilled",
 ]

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from blendrag.errors import is_out_of_memory
-from blendrag.fusor.rows import Rows, Stripe
+from blendrag.fusor.rows import AnyRows, Rows, Stripe
 from blendrag.model import compat
 from blendrag.model.kv_compare import NOISE, content, magnitude, misfit
 from blendrag.model.sharing import only_here
@@ -67,13 +67,17 @@ def blend_attention(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """``query`` ``[1, H, S, D]`` over ``key``/``value`` ``[1, Hkv, N, D]`` → ``[1, S, H, D]``."""
-    rows: Rows | None = kwargs.get(ROWS_KEYWORD)
+    rows: AnyRows | None = kwargs.get(ROWS_KEYWORD)
     if rows is None or attention_mask is not None:
         raise NotServedError("the layer does not pass the selected rows to its attention")
     require_plain(kwargs)
     rows.attended = True
     window = window_of(module, sliding_window)
-    return attend(rows, query, key, value, scaling, window), None
+    outs = []
+    for _, own, a, b, lo, hi in rows.parts:
+        qkv = query[:, :, a:b], key[:, :, lo:hi], value[:, :, lo:hi]
+        outs.append(attend(own, *qkv, scaling, window))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1), None
 
 
 def needs_more(arguments: Mapping[str, Any]) -> bool:

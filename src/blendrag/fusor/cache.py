@@ -1,6 +1,6 @@
 """``BlendCache``: a stock ``DynamicCache`` whose first forward is blended.
 
-It owns the prompt's KV buffers. During the blended forward ``update`` hands new K/V to the fusion, afterwards
+It owns the prompt's KV buffers. During the blended forward ``update`` hands new K/V to the pack, afterwards
 it writes into headroom instead of concatenating. Every layer keeps all its tokens; windows are masks.
 """
 
@@ -126,6 +126,10 @@ class BlendCache(DynamicCache):
     """KV of one sequence of up to ``capacity`` tokens without reallocation."""
 
     layers: list[BlendLayer]
+    start = 0
+    """Where its tokens begin in buffers that it shares."""
+    is_part = False
+    """Whether it shares its buffers."""
 
     def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
         group_bytes = GROUP_BYTES.get(device.type, GROUP_BYTES["cpu"])
@@ -141,13 +145,24 @@ class BlendCache(DynamicCache):
                     shapes = (min(most, layers - first), *kv_shape)
                     groups.append(torch.empty(shapes, dtype=layout.torch_dtype, device=device))
         self.shapes = layout.layers
-        self._groups: Sequence[torch.Tensor] = groups
+        self._keep_in(groups)
+
+    def _keep_in(self, groups: Sequence[torch.Tensor]) -> None:
+        self._groups = groups
         """Buffers of consecutive layers, ``[layers, 2, 1, Hkv, capacity, D]`` each."""
         buffers = [buffer for each in groups for buffer in each]
         made = [BlendLayer(*each) for each in zip(buffers, self.shapes, strict=True)]
         Cache.__init__(self, layers=made)
         self.merge: Merge | None = None
         """Takes new K/V during the blended forward."""
+
+    def part(self, start: int, capacity: int) -> BlendCache:
+        """A cache over a stretch of this one's buffers; if it grows, it gets its own buffers."""
+        made = BlendCache.__new__(BlendCache)
+        made.start, made.shapes, made.is_part = start, self.shapes, True
+        with torch.inference_mode(False):
+            made._keep_in([group[..., start : start + capacity, :] for group in self._groups])
+        return made
 
     def __bool__(self) -> bool:
         """Whether it holds anything.
@@ -182,8 +197,8 @@ class BlendCache(DynamicCache):
         return layer.buffer.shape[-2] - layer.length
 
     def reserve(self, tokens: int) -> None:
-        """Make room for ``tokens``, layer by layer."""
-        self._groups = ()  # else they would be held
+        """Make room for ``tokens`` in buffers of its own, layer by layer."""
+        self._groups, self.is_part = (), False  # else they would be held
         for layer in self.layers:
             layer.reserve(tokens)
 

@@ -13,7 +13,6 @@ The model is not changed: hooks and replaced methods serve one forward and are r
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,8 +27,9 @@ from blendrag.errors import is_out_of_memory
 from blendrag.fusor.attention import NAME, ROWS_KEYWORD, implementation
 from blendrag.fusor.chunk_repair import computed_runs
 from blendrag.fusor.loader import HeldKV, LoadedSpan, reading
+from blendrag.fusor.pack import output_like, replayed
 from blendrag.fusor.rows import Rows
-from blendrag.fusor.scout import Scout, scouting
+from blendrag.fusor.scout import Observed, Scout, scouting
 from blendrag.model import linear_layers
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.composition import ComposedLayer, Composition
@@ -430,7 +430,7 @@ class Composer:
         ``None`` if it is not seen."""
         asking = min(len(prompt.positions), max(1, ids.shape[1] - question_start))
         scout = Scout(asking, rows=prompt.rows)
-        with scouting(self._adapter.stack, scout):
+        with scouting(self._adapter.stack, lambda: [Observed(scout)]):
             self._forward(prompt, ids)
         prompt.reset()
         return scout.attention
@@ -476,36 +476,6 @@ class Composer:
                     in_parts = prompt.in_parts(layer.linear, mixer.forward)
                     hooks.enter_context(replaced(mixer, "forward", in_parts))
             yield
-
-
-def output_like(output: Any, cache: Any, **fields: Any) -> Any:
-    """A model's output of the class of ``output`` with these ``fields``, and with ``cache`` if that has one
-    (RecurrentGemma's has none)."""
-    held = {name: cache for name in ("past_key_values",) if name in output}
-    return type(output)(**fields, **held)
-
-
-@contextmanager
-def replayed(
-    base: nn.Module, output: Any, before: Callable[[], None] = lambda: None
-) -> Iterator[None]:
-    """Within this context this thread's first forward of ``base`` returns ``output``, after ``before()``.
-
-    Later forwards and those of other threads are the module's own.
-    """
-    stock, owner = base.forward, threading.get_ident()
-    with ExitStack() as patched:
-
-        @functools.wraps(stock)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != owner:
-                return stock(*args, **kwargs)
-            patched.close()
-            before()
-            return output
-
-        patched.enter_context(replaced(base, "forward", forward))
-        yield
 
 
 def windows_of(adapter: ModelAdapter) -> dict[int, Window | None]:

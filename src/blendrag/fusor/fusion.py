@@ -1,9 +1,9 @@
-"""One prompt's blended forward: selective recompute over loaded chunk KV (CacheBlend §4).
+"""One prompt's state within a blended forward: selective recompute over loaded chunk KV (CacheBlend §4).
 
-Hooks on the model's layers drive it, layer by layer:
+A :class:`~blendrag.fusor.pack.Pack` drives it, layer by layer:
 
 1. :meth:`Fusion.enter_layer` says which rows the layer computes,
-2. :meth:`Fusion.merge` gets their fresh K/V, waits until the layer's stored KV is in place, lets the policy
+2. :meth:`Fusion.take_kv` gets their fresh K/V, waits until the layer's stored KV is in place, lets the policy
    choose the next layer's tokens from fresh against loaded KV, and scatters the fresh K/V into the loaded
    ones. If the policy ranks tokens once, all rows are planned before layer 0 and nothing is chosen here.
 
@@ -14,8 +14,7 @@ kept. In the last layer only the K/V of all rows are needed, and the output of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
@@ -24,18 +23,11 @@ from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.loader import LoadedSpan, StoredKV
 from blendrag.fusor.request import BlendRequest, FusionCounts, TokenSelector
 from blendrag.fusor.rows import LayerRows, PromptRows, Rows
-from blendrag.fusor.scout import Scout, scouting
+from blendrag.fusor.scout import Scout
 from blendrag.fusor.selection import SelectionPolicy
 from blendrag.fusor.shift import ChunkShift
 from blendrag.metrics import REPOSITION, SELECT, Timeline, noted
-from blendrag.model.adapter import KVComplete
 from blendrag.model.positions import Repositioner
-from blendrag.model.structure import DecoderStack
-
-Among = torch.Tensor | None
-"""Indices of rows among those that arrive at a layer; ``None``: all of them."""
-RunLayer = Callable[[Rows, Among], None]
-"""Runs the layer on rows until its K/V exist."""
 
 
 class Phase(Enum):
@@ -48,10 +40,6 @@ class Phase(Enum):
     LAST_ROW = "the last layer for the prompt's last token"
 
 
-class ScoutEnded(Exception):
-    """Ends a scout pass behind the last layer that counts. Never leaves the fusor."""
-
-
 class Fusion:
     def __init__(
         self,
@@ -61,18 +49,13 @@ class Fusion:
         force_masks: bool = False,
         timeline: Timeline | None = None,
         check: Callable[[], None] | None = None,
-        last_row_only: bool = False,
     ) -> None:
-        """``check()`` is called before each layer and raises to abandon the prompt. ``last_row_only``: the
-        last layer returns only the output of the prompt's last token."""
+        """``check()`` is called before each layer and raises to abandon the prompt."""
         self.request = request
         self.prompt_tokens = request.prompt_tokens
         self.cache = cache
         self.timeline = timeline
         self.check = check or (lambda: None)
-        self.phase = Phase.BLEND
-        self._scout: Scout | None = None
-        self._last_row_only = last_row_only
         self._force_masks = force_masks
         self._buffers = cache.buffers(request.prompt_tokens)
         device = self._buffers[0].device
@@ -127,20 +110,12 @@ class Fusion:
     def needs_scout(self) -> bool:
         return self._selector.needs_scout
 
-    @contextmanager
-    def scout_pass(self, stack: DecoderStack) -> Iterator[None]:
-        """A forward within computes the fresh tokens, then layer 0's are chosen by what they attend to."""
-        self.phase = Phase.SCOUT
-        if self.timeline is not None:
-            self.timeline.pass_name = "scout"
-        self._scout = scout = self._selector.new_scout(self.rows)
-        try:
-            with scouting(stack, scout), suppress(ScoutEnded):
-                yield
-        finally:
-            self.phase = Phase.BLEND
-            if self.timeline is not None:
-                self.timeline.pass_name = ""
+    def begin_scout(self) -> Scout:
+        """Observes the scout pass that follows."""
+        return self._selector.new_scout(self.rows)
+
+    def end_scout(self, scout: Scout) -> None:
+        """Choose what layer 0 computes by the attention that ``scout`` observed."""
         self._scouted = [self.rows.count] * scout.layers
         self.cache.show(0)
         self._selector.use(scout)
@@ -167,32 +142,10 @@ class Fusion:
 
     # -- before a layer -----------------------------------------------------------------------
 
-    def enter_layer(self, layer: int, run: RunLayer) -> tuple[Rows, Among]:
-        """Rows of ``layer``; ``run`` runs it before that, if its K/V are needed first."""
-        layers = len(self.cache.layers)
-        if self.phase is Phase.SCOUT:
-            assert self._scout is not None
-            if self._scout.ends_before(layer):
-                raise ScoutEnded
-        elif layer == 1 and self._selector.needs_peek:
-            self._run_to_kv(Phase.PEEK, run, self.rows, None)
-            assert self._peeked is not None
-            self._choose(1, *self._peeked[1:], seen=1)
-        if layer >= layers:  # attends to KV of an earlier layer, and computes none
-            return self.rows, None
-        if self.phase is Phase.SCOUT:
+    def enter_layer(self, phase: Phase, layer: int) -> tuple[Rows, torch.Tensor | None]:
+        """Rows of ``layer`` and their indices among the rows that arrive (``None``: all of them)."""
+        if phase is Phase.SCOUT:
             return self.rows, self.rows.positions if layer == 0 else None
-        rows, among = self._rows_of_layer(layer)
-        if layer == layers - 1 and self._last_row_only:  # the last of those with KV
-            self._run_to_kv(Phase.LAST_KV, run, rows, among)
-            self.phase = Phase.LAST_ROW
-            last = rows.positions[-1:]
-            self.rows = Rows(last, self._prompt, self._force_masks, is_last=True)
-            return self.rows, last.new_full((1,), -1)  # no transfer to the device
-        return rows, among
-
-    def _rows_of_layer(self, layer: int) -> tuple[Rows, Among]:
-        """Rows of ``layer`` in the blended pass, and their indices among the rows that arrive."""
         arriving = self.rows
         if self._plan:
             self.rows, among, self._chosen = self._plan[layer]
@@ -208,32 +161,31 @@ class Fusion:
             among = torch.searchsorted(arriving.positions, self.rows.positions)
         return self.rows, among
 
-    def _run_to_kv(self, phase: Phase, run: RunLayer, rows: Rows, among: Among) -> None:
-        before, self.phase = self.phase, phase
-        with suppress(KVComplete):
-            run(rows, among)
-        self.phase = before
+    def needs_peek(self, layer: int) -> bool:
+        """Whether K/V of ``layer`` are needed for all rows that arrive before it is entered."""
+        return layer == 1 and self._selector.needs_peek
+
+    def end_peek(self) -> None:
+        """Choose the tokens of layer 1 by the K/V of the peek."""
+        assert self._peeked is not None
+        self._choose(1, *self._peeked[1:], seen=1)
+
+    def keep_last_row(self) -> Rows:
+        """The row of the last token, the only one that goes on after the last layer's K/V are in place."""
+        last = self.rows.positions[-1:]
+        self.rows = Rows(last, self._prompt, self._force_masks, is_last=True)
+        return self.rows
 
     # -- inside a layer -----------------------------------------------------------------------
 
-    def merge(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose by fresh K/V ``[1, Hkv, S, D]`` of a layer's rows and scatter them into the loaded; returns
-        the K and V to attend to: views of the prompt's buffers ``[1, Hkv, N, D]``."""
+    def take_kv(self, phase: Phase, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Choose by the rows' fresh ``keys``/``values`` ``[Hkv, S, D]``, scatter them into the loaded."""
         self._stored.place(layer)
-        if self.phase is Phase.PEEK:
-            self._peeked = (self.rows, keys[0], values[0])
-            raise KVComplete
-        self._scatter(layer, keys[0], values[0])
-        if self.phase is Phase.LAST_KV:
-            raise KVComplete
-        buffer = self.cache.layers[layer].buffer[..., : self.prompt_tokens, :]  # [2, 1, Hkv, N, D]
-        return self.cache.shapes[layer].split(buffer)
-
-    def _scatter(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        if phase is Phase.PEEK:
+            self._peeked = (self.rows, keys, values)
+            return
         rows = self.rows
-        if self.phase in (Phase.BLEND, Phase.LAST_KV):
+        if phase in (Phase.BLEND, Phase.LAST_KV):
             peeks_next = layer == 0 and self._selector.needs_peek
             if layer + 1 < len(self._buffers) and not self._plan and not peeks_next:
                 self._choose(layer + 1, keys, values, seen=layer)

@@ -5,8 +5,9 @@ The caller holds the adapter's lock from :meth:`Fusor.fuse` to the last token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 
 import torch
 
@@ -15,6 +16,7 @@ from blendrag.fusor.attention import serves
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.fusion import Fusion
 from blendrag.fusor.hooks import hooked, token_arguments
+from blendrag.fusor.pack import NoRowsLeft, Pack, PackedPrompt, Prefilled, replayed
 from blendrag.fusor.request import BlendRequest
 from blendrag.fusor.scout import observes
 from blendrag.metrics import Timeline
@@ -53,9 +55,16 @@ class Fusor:
                 "attn_implementation='sdpa' or 'eager', or use mode full"
             )
 
+    @property
+    def packs(self) -> bool:
+        """Whether :meth:`batched_prefill` can be used. A mask would have to span all prompts' keys."""
+        return self.fast_attention
+
     def new_cache(self, prompt_tokens: int, new_tokens: int) -> BlendCache:
         """A cache with room for the prompt and the answer."""
         return BlendCache(self.adapter.layout, prompt_tokens + new_tokens + 1, self.adapter.device)
+
+    # -- one prompt ---------------------------------------------------------------------------
 
     @contextmanager
     def fuse(
@@ -74,10 +83,8 @@ class Fusor:
         layer then costs little more than its K/V.
         """
         repositioner = self.adapter.repositioner_of(request.prompt_tokens)
-        how = self._force_masks, timeline, check, last_row_only
-        fusion = Fusion(request, cache, repositioner, *how)
-        found = self.fast_attention, self._observes, self._by_token
-        with self.adapter.uncompiled(), hooked(self.adapter.stack, fusion, *found):
+        fusion = Fusion(request, cache, repositioner, self._force_masks, timeline, check)
+        with self._blended(Pack([fusion], cache, last_row_only)):
             yield fusion
 
     @torch.inference_mode()
@@ -106,6 +113,64 @@ class Fusor:
                 input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=logits_to_keep
             )
         return out.logits, cache, fusion
+
+    # -- several prompts ----------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def batched_prefill(self, prompts: Sequence[PackedPrompt]) -> list[Prefilled | Exception]:
+        """Blended prefill of several prompts in one forward of the decoder, without its LM head.
+
+        Each prompt gets what it would get alone, or the error that it would raise alone
+        (:class:`SpanCorruptError`, errors of its check). Raises errors that concern all of them.
+        """
+        assert self.packs, "see Fusor.packs"
+        adapter = self.adapter
+        *starts, capacity = accumulate((prompt.capacity for prompt in prompts), initial=0)
+        cache = BlendCache(adapter.layout, capacity, adapter.device)
+        parts = [cache.part(at, p.capacity) for at, p in zip(starts, prompts, strict=True)]
+        fusions = [
+            Fusion(prompt.request, part, adapter.repositioner, check=prompt.check)
+            for prompt, part in zip(prompts, parts, strict=True)
+        ]
+        pack = Pack(fusions, cache, last_row_only=True, isolates_errors=True)
+        positions = [torch.arange(f.prompt_tokens, device=adapter.device) for f in fusions]
+        with adapter.lock, adapter.own_tables(), self._blended(pack):
+            try:
+                out = adapter.stack.base(
+                    input_ids=torch.cat([prompt.ids for prompt in prompts], dim=1),  # [1, ΣN]
+                    position_ids=torch.cat(positions)[None],
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+                rows = {member: row for row, member in enumerate(pack.finished)}
+            except NoRowsLeft:
+                out, rows = None, {}
+
+        def outcome(member: int, fusion: Fusion) -> Prefilled | Exception:
+            if member in pack.failures:
+                return pack.failures[member]
+            hidden = out.last_hidden_state[:, rows[member] : rows[member] + 1]  # [1, 1, D]
+            output = type(out)(last_hidden_state=hidden, past_key_values=fusion.cache)
+            return Prefilled(fusion, output)
+
+        return [outcome(member, fusion) for member, fusion in enumerate(fusions)]
+
+    @torch.inference_mode()
+    def first_logits(self, prefilled: Sequence[Prefilled]) -> torch.Tensor:
+        """Logits ``[n, V]`` of the first new token of each, by one run of the LM head."""
+        hidden = torch.cat([one.output.last_hidden_state for one in prefilled], dim=1)
+        output = type(prefilled[0].output)(last_hidden_state=hidden)
+        ids = torch.zeros((1, len(prefilled)), dtype=torch.long, device=hidden.device)
+        adapter = self.adapter
+        with adapter.lock, adapter.uncompiled(), replayed(adapter.stack.base, output):
+            logits: torch.Tensor = adapter.model(input_ids=ids, logits_to_keep=0).logits
+        return logits[0]
+
+    @contextmanager
+    def _blended(self, pack: Pack) -> Iterator[None]:
+        found = self.fast_attention, self._observes, self._by_token
+        with self.adapter.uncompiled(), hooked(self.adapter.stack, pack, *found):
+            yield
 
 
 def keep_freed_blocks() -> None:

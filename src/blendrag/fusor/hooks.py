@@ -1,8 +1,8 @@
 """Forward hooks on an unmodified model, for one blended forward.
 
-:class:`Fusion` says which rows a layer computes; the hooks slice the layer's arguments to those rows.
-They act only on the forward that is given the fusion's cache, because other threads may run the same modules
-meanwhile. They serve exactly one forward, and are removed after it, whatever happens.
+:class:`Pack` says which rows a layer computes; the hooks slice the layer's arguments to those rows. They act
+only on the forward that is given the pack's cache, because other threads may run the same modules meanwhile.
+They serve exactly one forward, and are removed after it, whatever happens.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from transformers.cache_utils import Cache
 
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor.attention import NAME, ROWS_KEYWORD, implementation
-from blendrag.fusor.fusion import Fusion, Phase
-from blendrag.fusor.rows import Rows, take
+from blendrag.fusor.fusion import Phase
+from blendrag.fusor.pack import Pack
+from blendrag.fusor.rows import AnyRows, take
 from blendrag.model.sharing import is_given, only_here
 from blendrag.model.structure import DecoderStack
 
@@ -39,20 +40,22 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 @contextmanager
 def hooked(
     stack: DecoderStack,
-    fusion: Fusion,
+    pack: Pack,
     fast_attention: bool,
     observes: bool,
     by_token: Mapping[str, int],
 ) -> Iterator[None]:
-    """Within this context the first forward of ``stack`` with the fusion's cache is blended.
+    """Within this context the first forward of ``stack`` with the pack's cache is blended.
 
     ``observes``: scouts see the attention and mask their rows. ``by_token``: of :func:`token_arguments`.
     """
-    cache, timeline = fusion.cache, fusion.timeline
+    cache, timeline = pack.cache, pack.timeline
     names = _parameters(stack.layers[0])
     with ExitStack() as hooks:
-        hooks.callback(fusion.close)
-        cache.merge = fusion.merge
+        for fusion in pack.fusions:
+            hooks.callback(fusion.close)
+        cache.merge = pack.merge
+        hooks.callback(cache.end_fusion)
 
         def begin(
             module: nn.Module, args: Any, kwargs: dict[str, Any] | None = None
@@ -66,8 +69,8 @@ def hooked(
             # Gemma 4 would drop rows by itself where layers share KV
             if "logits_to_keep" in kwargs:
                 kwargs = {**kwargs, "logits_to_keep": 0}
-            if fusion.needs_scout:
-                with fusion.scout_pass(stack):
+            if pack.needs_scout:
+                with pack.scout_pass(stack):
                     try:
                         module.forward(*args, **kwargs)
                     except AttributeError as exc:
@@ -86,13 +89,14 @@ def hooked(
                 timeline.leave(index)
 
         for index, layer in enumerate(stack.layers):
-            slicing = _slicing(fusion, index, names, by_token, not fast_attention, observes)
+            slicing = _slicing(pack, index, names, by_token, not fast_attention, observes)
             hooks.callback(layer.register_forward_pre_hook(slicing, with_kwargs=True).remove)
             if timeline is not None:
                 hooks.callback(layer.register_forward_hook(partial(leave, index)).remove)
         hooks.callback(stack.base.register_forward_pre_hook(begin, with_kwargs=True).remove)
         hooks.callback(stack.base.register_forward_hook(finish).remove)
-        fusion.loader.start()
+        for fusion in pack.fusions:
+            fusion.loader.start()
         yield
 
 
@@ -153,14 +157,14 @@ def token_arguments(stack: DecoderStack) -> dict[str, int]:
 
 
 def _slicing(
-    fusion: Fusion,
+    pack: Pack,
     index: int,
     names: Sequence[str],
     by_token: Mapping[str, int],
     masked: bool,
     observes: bool,
 ) -> Callable[..., Arguments | None]:
-    """Forward pre-hook of layer ``index``: runs it on the rows that are computed only.
+    """Forward pre-hook of layer ``index``: runs it on the pack's rows only.
 
     ``names``: of the layer's positional parameters. ``masked``: the model's own attention runs, with explicit
     masks.
@@ -170,11 +174,11 @@ def _slicing(
         module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
     ) -> Arguments | None:
         # torch passes no kwargs if the hook is removed after another thread began to run hooks
-        if kwargs is None or not _is_under_way(fusion.cache):
+        if kwargs is None or not _is_under_way(pack.cache):
             return None
-        fusion.check()
-        if fusion.timeline is not None:
-            fusion.timeline.enter(index)
+        pack.check(index)
+        if pack.timeline is not None:
+            pack.timeline.enter(index)
         positional = _named(args, names)
         given = {**positional, **kwargs}
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -184,8 +188,8 @@ def _slicing(
                 "blend one prompt at a time"
             )
 
-        def arguments(rows: Rows, indices: torch.Tensor | None) -> Arguments:
-            with_mask = masked and (fusion.phase is not Phase.SCOUT or not observes)
+        def arguments(rows: AnyRows, indices: torch.Tensor | None) -> Arguments:
+            with_mask = masked and (pack.phase is not Phase.SCOUT or not observes)
             sliced = slice_kwargs(given, rows, with_mask, by_token)
             if not masked:
                 sliced[ROWS_KEYWORD] = rows
@@ -195,11 +199,11 @@ def _slicing(
             sliced["hidden_states"] = states
             return (), sliced
 
-        def run(rows: Rows, indices: torch.Tensor | None) -> None:
+        def run(rows: AnyRows, indices: torch.Tensor | None) -> None:
             some, named = arguments(rows, indices)
             module.forward(*some, **named)
 
-        return arguments(*fusion.enter_layer(index, run))
+        return arguments(*pack.enter_layer(index, run))
 
     return hook
 
@@ -225,7 +229,7 @@ def _is_under_way(cache: Cache) -> bool:
 
 def slice_kwargs(
     kwargs: dict[str, Any],
-    rows: Rows,
+    rows: AnyRows,
     masked: bool,
     by_token: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
@@ -253,7 +257,7 @@ def slice_kwargs(
     return out
 
 
-def _mask_of(mask: torch.Tensor | None, rows: Rows) -> Any:
+def _mask_of(mask: torch.Tensor | None, rows: AnyRows) -> Any:
     if mask is None:
         return rows.mask
     if mask.ndim != 4 or mask.shape[-2] != rows.prompt_tokens:

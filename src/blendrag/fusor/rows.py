@@ -2,7 +2,8 @@
 
 Row *s* sees key *j* iff ``pos_j <= pos_s`` and *j* is within the layer's
 :class:`~blendrag.model.windows.Window`. A triangular mask aligned bottom-right would let selected rows see
-their future. :class:`Rows` are built once per selection and shared by every layer that keeps it.
+their future. :class:`Rows` are built once per selection and shared by every layer that keeps it. Rows of one
+prompt never see another's keys.
 """
 
 from __future__ import annotations
@@ -63,6 +64,18 @@ class Stripe(NamedTuple):
     lo: int
     hi: int
     bias: torch.Tensor
+
+
+class PackPart(NamedTuple):
+    """One prompt's rows: ``[a, b)`` of those computed, over keys ``[lo, hi)`` of those in the cache."""
+
+    member: int
+    """The prompt's number in its pack."""
+    rows: Rows
+    a: int
+    b: int
+    lo: int
+    hi: int
 
 
 At = torch.Tensor | slice
@@ -155,6 +168,11 @@ class Rows:
         self._blocks: dict[tuple[Window | None, torch.dtype, int], list[AttentionBlock]] = {}
         self._stripes: dict[tuple[torch.dtype, int], list[Stripe]] = {}
         self._biases: dict[tuple[int, int, Window | None, torch.dtype, int], torch.Tensor] = {}
+
+    @property
+    def parts(self) -> list[PackPart]:
+        """These rows as those of the only prompt of a pack."""
+        return [PackPart(0, self, 0, self.count, 0, self.prompt_tokens)]
 
     def first(self, count: int) -> Rows:
         """The first ``count`` of these rows."""
@@ -252,6 +270,46 @@ class Rows:
         bias = _new_bias(sharing, rows, keys, seen)
         torch.where(hidden.expand(sharing, -1, -1), masked, seen, out=bias)
         return bias.flatten(0, 1)
+
+
+class PackedRows:
+    """The rows of some prompts of a pack, one after another: ``rows`` of each by its number.
+
+    ``token_starts``, ``key_starts``: where each begins among all ``prompt_tokens`` and in the cache.
+    """
+
+    def __init__(
+        self,
+        rows: dict[int, Rows],
+        token_starts: Sequence[int],
+        key_starts: Sequence[int],
+        prompt_tokens: int,
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.attended = False
+        self.parts: list[PackPart] = []
+        self.count = 0
+        for member, own in rows.items():
+            a, lo = self.count, key_starts[member]
+            self.count += own.count
+            self.parts.append(PackPart(member, own, a, self.count, lo, lo + own.prompt_tokens))
+        self.positions = torch.cat(
+            [own.positions + token_starts[member] for member, own in rows.items()]
+        )
+        """``[ΣS]`` in the sequence of all tokens; rotary positions are each prompt's own."""
+        self._gathered = Gathered(self.positions)
+
+    def gather(self, value: Any, dim: int, alone: bool = False) -> Any:
+        """:meth:`Rows.gather` for the rows of all prompts."""
+        return self._gathered.once(value, dim)
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """Would span the keys of all prompts; see :attr:`Fusor.packs`."""
+        raise NotImplementedError("prompts are packed only if attention takes rows, not masks")
+
+
+AnyRows = Rows | PackedRows
 
 
 class LayerRows(NamedTuple):

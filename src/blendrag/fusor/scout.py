@@ -8,11 +8,11 @@ blended forward. K and V are discarded: that computes the fresh tokens again, ov
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -85,19 +85,28 @@ class Scout:
             self._sums.append((ones @ weights).float().sum((0, 1)))
 
 
-_scout: ContextVar[Scout] = ContextVar(NAME)
+class Observed(NamedTuple):
+    """The rows and keys of a forward that a scout observes, by default all."""
+
+    scout: Scout
+    rows: slice = slice(None)
+    keys: slice = slice(None)
+
+
+_observed: ContextVar[Callable[[], Sequence[Observed]]] = ContextVar(NAME)
 
 
 @contextmanager
-def scouting(stack: DecoderStack, scout: Scout) -> Iterator[None]:
-    """Forwards of ``stack`` in this context and thread report to ``scout``."""
+def scouting(stack: DecoderStack, observed: Callable[[], Sequence[Observed]]) -> Iterator[None]:
+    """Forwards of ``stack`` in this context and thread report to scouts; ``observed()`` is called in each
+    layer, and what it returns covers all rows in order."""
     register_attention(NAME, scout_attention)
-    token = _scout.set(scout)
+    token = _observed.set(observed)
     try:
         with implementation(stack, NAME):
             yield
     finally:
-        _scout.reset(token)
+        _observed.reset(token)
 
 
 @torch.inference_mode()
@@ -107,7 +116,7 @@ def observes(stack: DecoderStack) -> bool:
     ids = torch.tensor([[3, 1, 4]], device=device)
     scout = Scout(1, rows=Rows(torch.arange(3, device=device), 3))
     try:
-        with scouting(stack, scout):
+        with scouting(stack, lambda: [Observed(scout)]):
             stack.base(input_ids=ids, use_cache=False)
     except Exception as exc:  # attention of any model, without the mask that it expects
         if is_out_of_memory(exc):
@@ -130,22 +139,24 @@ def scout_attention(
 ) -> tuple[torch.Tensor, None]:
     """``query`` ``[1, H, S, D]`` over ``key``/``value`` ``[1, Hkv, N, D]`` → ``[1, S, H, Dv]``.
 
-    ``attention_mask`` ``[1, 1 or H, S, N]``: boolean, True = visible, or additive; ``None`` if the scout
-    has rows. ``s_aux`` ``[H]``: logits of attention sinks, which take weight and have no value.
+    ``attention_mask`` ``[1, 1 or H, S, N]``: boolean, True = visible, or additive; ``None`` if the scouts
+    have rows. ``s_aux`` ``[H]``: logits of attention sinks, which take weight and have no value.
     """
     window = window_of(module, sliding_window)
     is_plain = attention_mask is None and softcap is None and s_aux is None
     is_plain = is_plain and not needs_more(kwargs)
-    scout, qkv = _scout.get(), (query, key, value)
-    rows = scout.rows
-    if is_plain and rows is not None and not scout.sums_layer:
-        out = attend(rows, *qkv, scaling, window)
-    elif is_plain and rows is not None and not _hides(window, rows.prompt_tokens):
-        out = _by_products(scout, *qkv, scaling)
-    else:
-        out = _written_out(scout, *qkv, attention_mask, scaling, softcap, s_aux, window)
-    scout.layers += 1
-    return out, None
+    parts = []
+    for scout, own, own_keys in _observed.get()():
+        rows = scout.rows
+        qkv = query[:, :, own], key[:, :, own_keys], value[:, :, own_keys]
+        if is_plain and rows is not None and not scout.sums_layer:
+            parts.append(attend(rows, *qkv, scaling, window))
+        elif is_plain and rows is not None and not _hides(window, rows.prompt_tokens):
+            parts.append(_by_products(scout, *qkv, scaling))
+        else:
+            parts.append(_written_out(scout, *qkv, attention_mask, scaling, softcap, s_aux, window))
+        scout.layers += 1
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), None
 
 
 def _hides(window: Window | None, tokens: int) -> bool:

@@ -60,6 +60,11 @@ class RequestKV:
     """What of it was moved away; then neither holds any."""
 
     @property
+    def is_part(self) -> bool:
+        """Whether its cache shares buffers with others."""
+        return self.running is None and self.cache.is_part
+
+    @property
     def next_position(self) -> int:
         """The position of the token that is decoded next."""
         return self.running.positions[-1] + 1 if self.running else self.cache.next_position

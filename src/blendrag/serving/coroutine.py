@@ -73,10 +73,10 @@ class Coroutine(greenlet):
 
     @property
     def may_be_put_aside(self) -> bool:
-        """Whether its KV is all that it needs to go on later."""
+        """Whether its KV is all that it needs to go on later, and takes memory of the others."""
         if self.share is None or self.is_aside or self.is_paused or self.step is None:
             return False
-        return self.kv is not None
+        return self.kv is not None and not self.kv.is_part
 
     def wait(self, step: DecodeStep | None, is_paused: bool = False) -> Any:
         """Let the other calls run. Returns what the forward of ``step`` would; ``None`` if it has not run."""

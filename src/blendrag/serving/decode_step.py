@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from blendrag.fusor import verdicts
 from blendrag.fusor.attention import NotServedError, attend_token, implementation, require_plain
 from blendrag.fusor.cache import BlendCache, BlendLayer
-from blendrag.fusor.composer import output_like
+from blendrag.fusor.pack import output_like
 from blendrag.model import measurements
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.compat import register_attention

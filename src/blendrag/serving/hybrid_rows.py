@@ -35,6 +35,7 @@ class HybridKV:
     """What one running request holds, in the cache that its prefill left."""
 
     cache: DynamicCache
+    is_part = False
     running = None
     """Shares no chunks."""
     _aside: tuple[SetAside, list[torch.Size]] | None = None

@@ -34,6 +34,8 @@ class KVShare:
     """Bytes of its running states, which do not grow."""
     is_aside: bool = False
     """Whether its KV was moved to where it takes none of this memory."""
+    pinned_tokens: int = 0
+    """Room that it no longer uses, in buffers that it shares with others."""
     room: int = field(init=False)
     """Tokens that it has room for."""
     used: int = field(init=False)
@@ -49,7 +51,8 @@ class KVShare:
 
     @property
     def size_bytes(self) -> int:
-        return 0 if self.is_aside else self.state_bytes + self.token_bytes * self.room
+        held = self.token_bytes * self.pinned_tokens
+        return held if self.is_aside else held + self.state_bytes + self.token_bytes * self.room
 
     @property
     def next_room(self) -> int:

@@ -123,4 +123,6 @@ class KVRoom:
             self.pool_of(call).take_back(kv, left)
             share.is_aside = False
         elif kv is not None and call.step is not None and share.room > before:
+            if kv.is_part:
+                share.pinned_tokens = before
             self.pool_of(call).reserve(kv, left)
