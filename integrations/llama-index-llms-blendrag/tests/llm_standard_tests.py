@@ -2,7 +2,7 @@
 
 Depends on LlamaIndex and pytest only::
 
-    class TestMyLLM(LLMUnitTests, LLMAnswerTests, LLMToolTests):
+    class TestMyLLM(LLMAnswerTests, LLMToolTests):
         def made(self, **changes):
             return MyLLM(**{"model": "tiny", **changes})
 
@@ -12,15 +12,11 @@ A model without tools takes ``LLMWithoutToolsTests`` instead of ``LLMToolTests``
 from __future__ import annotations
 
 import asyncio
-import copy
-import json
-import pickle
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import pytest
-from llama_index.core import Settings
 from llama_index.core.agent.react import ReActChatFormatter, ReActOutputParser
 from llama_index.core.agent.workflow import AgentStream, FunctionAgent, ReActAgent
 from llama_index.core.base.llms.types import (
@@ -30,7 +26,6 @@ from llama_index.core.base.llms.types import (
     CompletionResponse,
     DocumentBlock,
     ImageBlock,
-    LLMMetadata,
     MessageRole,
     TextBlock,
     ToolCallBlock,
@@ -112,55 +107,6 @@ async def all_ways(llm: LLM, question: str = QUESTION, **options: Any) -> list[R
         (await gathered(llm.astream_complete(question, **options)))[-1],
         (await gathered(llm.astream_chat(messages, **options)))[-1],
     ]
-
-
-class LLMUnitTests(LLMTests):
-    """Needs no answer of the model. The LLM must be serialisable."""
-
-    has_tool_calling = True
-
-    def test_it_has_no_callbacks_by_default_and_takes_a_manager(self) -> None:
-        assert self.made().callback_manager.handlers == []
-        manager = CallbackManager([])
-        assert self.made(callback_manager=manager).callback_manager is manager
-
-    def test_metadata_is_complete(self, llm: LLM) -> None:
-        about = llm.metadata
-        assert isinstance(about, LLMMetadata)
-        assert about.context_window > 0
-        assert about.num_output > 0
-        assert about.model_name not in ("", "unknown")
-        assert about.is_function_calling_model is self.has_tool_calling
-        assert self.made(max_tokens=7).metadata.num_output == 7
-
-    def test_an_argument_that_does_not_exist_is_refused(self) -> None:
-        with pytest.raises((TypeError, ValueError)):
-            self.made(no_such_argument=1)
-
-    def test_a_dictionary_and_json_describe_it_and_make_it_again(self, llm: LLM) -> None:
-        kind, described = type(llm), llm.to_dict()
-        assert described["class_name"] == kind.__name__
-        assert kind.from_dict(described).metadata == llm.metadata
-        assert kind.from_json(llm.to_json()).metadata == llm.metadata
-        assert kind.from_dict(described, max_tokens=7).metadata.num_output == 7
-
-    def test_it_survives_pickling(self, llm: LLM) -> None:
-        assert pickle.loads(pickle.dumps(llm)).to_dict() == llm.to_dict()
-
-    def test_it_can_be_copied(self, llm: LLM) -> None:
-        for again in (copy.copy(llm), copy.deepcopy(llm), llm.model_copy(deep=True)):
-            assert again is not llm
-            assert again.metadata == llm.metadata
-
-    def test_settings_take_it(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(Settings, "_llm", None)
-        Settings.llm = llm
-        assert Settings.llm is llm
-
-    def test_its_description_for_instrumentation_is_json(self, llm: LLM) -> None:
-        if not hasattr(llm, "to_payload"):
-            pytest.skip("this version of llama-index-core describes LLMs by to_dict")
-        json.dumps(llm.to_payload())
 
 
 class LLMAnswerTests(LLMTests):

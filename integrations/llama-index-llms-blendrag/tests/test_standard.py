@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -17,7 +16,6 @@ from llm_standard_tests import (
     LLMStructuredTests,
     LLMTests,
     LLMToolTests,
-    LLMUnitTests,
     LLMWithoutToolsTests,
 )
 from pydantic import BaseModel
@@ -26,7 +24,7 @@ import scripted
 import tiny
 from blendrag.engine import BlendEngine
 from chat_forms import ODD
-from llama_index.llms.blendrag import BlendLLM, close_shared_engines
+from llama_index.llms.blendrag import BlendLLM
 
 PLACE = {"name": "harbour", "year": 1874, "builders": ["the company"]}
 CALL_PLACE = f'<tool_call>{{"name": "Place", "arguments": {json.dumps(PLACE)}}}</tool_call>'
@@ -66,12 +64,6 @@ def _reply(prompt: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def named(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("named") / "kv"
-    close_shared_engines()
-
-
-@pytest.fixture(scope="module")
 def capable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     with scripted.engine(reply, tmp_path_factory.mktemp("capable")) as engine:
         yield engine
@@ -83,19 +75,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
     root = tmp_path_factory.mktemp("plain")
     with scripted.engine(reply, root, tokenizer=tiny.tokenizer()) as engine:
         yield engine
-
-
-class TestUnit(LLMUnitTests):
-    """Created by names, so that it can be serialised. The demo model has no tools."""
-
-    has_tool_calling = False
-
-    @pytest.fixture(autouse=True)
-    def _store(self, named: Path) -> None:
-        self.store = named
-
-    def made(self, **changes: Any) -> BlendLLM:
-        return BlendLLM(model="demo", store=self.store, **changes)
 
 
 class OverAnEngine(LLMTests):
