@@ -140,7 +140,6 @@ def test_zero_stores_what_an_engine_without_the_option_stores(tmp_path: Path) ->
         with tiny.engine(tiny.shared_llama(), tmp_path / name, **given) as engine:
             report = ingest(engine)
             assert report.context_tokens == report.embedded == 0
-            assert "encode_after" not in engine.manifest.to_json()
             assert engine.kv_namespace.validity.namespace == engine.adapter.identity.namespace
         found = sorted((tmp_path / name).rglob("*.kv"))
         files.append([(file.name.partition(".")[0], file.read_bytes()) for file in found])
