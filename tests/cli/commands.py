@@ -1,18 +1,13 @@
-"""Tiny models on disk, documents to ingest, and the command: in this process or in a new one."""
+"""Tiny models on disk, documents to ingest, and the command in this process."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import pytest
 import transformers
 import typer
 import typer.testing
@@ -109,32 +104,6 @@ def ask(store: Path, *more: str) -> dict[str, Any]:
 
 def reused_tokens(store: Path) -> int:
     return int(ask(store)["metrics"]["reused_tokens"])
-
-
-def start(*args: str | Path, before: str = "") -> subprocess.Popen[str]:
-    """Start ``blendrag`` in a new process, which runs the code ``before`` first. It receives Ctrl-C."""
-    code = f"{before}\nfrom blendrag.cli.main import main\nmain()"
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *args],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-
-
-def interrupt(process: subprocess.Popen[str], times: int = 1) -> tuple[str, str]:
-    """Press Ctrl-C after each of so many lines NOW; stdout, and the rest of stderr."""
-    assert process.stderr is not None
-    for _ in range(times):
-        for line in process.stderr:
-            if line == "NOW\n":
-                break
-        else:
-            pytest.fail(f"ended before it could be interrupted, with {process.wait()}")
-        process.send_signal(signal.SIGINT)
-    return process.communicate(timeout=120)
 
 
 def interrupted_sentence(stderr: str) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from blendrag.model.adapter import ModelAdapter
-from cli.commands import QUESTION, interrupt, interrupted_sentence, invoke, printed, reused_tokens
+from cli.commands import QUESTION, interrupted_sentence, invoke, printed, reused_tokens
 
 #: Python code that ignores KeyboardInterrupt, as native code does.
 DEAF = """
@@ -32,6 +32,19 @@ while True:
     except KeyboardInterrupt:
         if {times} > 1: moments.append("NOW")
 """
+
+
+def interrupt(process: subprocess.Popen[str], times: int = 1) -> tuple[str, str]:
+    """Press Ctrl-C after each of so many lines NOW; stdout, and the rest of stderr."""
+    assert process.stderr is not None
+    for _ in range(times):
+        for line in process.stderr:
+            if line == "NOW\n":
+                break
+        else:
+            pytest.fail(f"ended before it could be interrupted, with {process.wait()}")
+        process.send_signal(signal.SIGINT)
+    return process.communicate(timeout=120)
 
 
 @pytest.mark.parametrize(("grace_s", "times"), [(0.3, 1), (600.0, 2)])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -21,7 +23,8 @@ from blendrag.server.admission import TTFT_BUCKETS_S
 from blendrag.server.cross_origin import checked_origins
 from blendrag.server.running import server_of
 from blendrag.server.service import open_engine
-from cli.commands import invoke, refused, save_model, start
+from blendrag.store import server_record
+from cli.commands import invoke, refused, save_model
 from server.conftest import QUESTION
 from server.live import CHAT, HELLO, live, until
 
@@ -223,26 +226,43 @@ def test_a_model_that_cannot_be_blended_is_served_in_modes_that_it_can_answer(
 
 
 def test_sigterm_lets_answers_end_and_refuses_new_ones(model_dir: Path, tmp_path: Path) -> None:
-    process = start(
-        "serve", "--model", str(model_dir), "--store", str(tmp_path / "store"), "--port", "0",
-        "--mode", "full", "--max-requests", "5",
-    )  # fmt: skip
-    assert process.stderr is not None
-    line = next(line for line in process.stderr if line.startswith("serving: "))
-    url = line.split(" at ")[1].strip().removesuffix("/v1")
-    assert next(process.stderr) == f"page: {url}/\n"
-    body = {"messages": [{"role": "user", "content": "Go on"}], "max_tokens": 100, "stream": True}
-    asked = httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=300)
-    with asked as response:
-        lines = response.iter_lines()
-        assert next(line for line in lines if line.startswith("data: ")).startswith('data: {"id"')
-        process.send_signal(signal.SIGTERM)
-        until(lambda: _is_refused(url))
-        told = [line for line in lines if line]
-    assert told[-1] == "data: [DONE]"
-    assert '"finish_reason":"length"' in told[-2]
-    assert process.wait(timeout=120) == 0
-    assert process.stderr.read() == ""
+    store = tmp_path / "store"
+
+    def asked_until_sigterm() -> list[str]:
+        """The lines of an answer that had begun when the signal came."""
+        try:
+            until(lambda: server_record.read(store) is not None)
+            record = server_record.read(store)
+            assert record is not None
+            body = {"messages": HELLO, "max_tokens": 100, "stream": True}
+            with httpx.stream("POST", f"{record.url}{CHAT}", json=body, timeout=300) as response:
+                lines = response.iter_lines()
+                begun = next(line for line in lines if line.startswith("data: "))
+                assert begun.startswith('data: {"id"')
+                os.kill(os.getpid(), signal.SIGTERM)
+                until(lambda: _is_refused(record.url))
+                return [line for line in lines if line]
+        except BaseException:
+            os.kill(os.getpid(), signal.SIGTERM)
+            raise
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            told = pool.submit(asked_until_sigterm)
+            result = invoke(
+                "serve", "--model", model_dir, "--store", store, "--port", "0", "--mode", "full",
+                "--max-requests", "5",
+            )  # fmt: skip
+            *_, last, end = told.result()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert end == "data: [DONE]"
+    assert '"finish_reason":"length"' in last
+    assert result.exit_code == 0
+    serving, page = result.stderr.splitlines()[-2:]
+    url = serving.removeprefix("serving: ").split(" at ")[1].strip().removesuffix("/v1")
+    assert page == f"page: {url}/"
 
 
 def _is_refused(url: str) -> bool:
