@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 import tiny
-from blendrag.openmp import end_workers
+from blendrag.openmp import SPINS, end_workers, sleep_soon
 from blendrag.serving.kv_budget import KVBudget
 from blendrag.serving.scheduler import Scheduler
 
@@ -81,3 +82,33 @@ def test_a_thread_that_embedded_leaves_the_cores_to_the_thread_that_computes() -
     held.allow()
     held.embed(["text"])
     assert falls_below(computed)
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, str(SPINS)), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_that_wait_sleep_soon_unless_the_environment_says_otherwise(
+    given: dict[str, str], spins: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    sleep_soon()
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
+
+
+def test_commands_set_it_before_torch_is_loaded() -> None:
+    code = (
+        "import os, sys\n"
+        "from blendrag.cli import interrupt, main\n"
+        "leave = interrupt.leave\n"
+        "said = lambda: print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules, flush=True)\n"
+        "interrupt.leave = lambda status: [said(), leave(status)]\n"
+        "sys.argv = ['blendrag', '--version']\n"
+        "main.main()\n"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == f"{SPINS} False", done.stderr

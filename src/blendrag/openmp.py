@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import sys
 from collections.abc import Callable
 
+#: How often a thread of GNU's runtime looks for work before it sleeps: for a tenth of a millisecond, longer
+#: than from one operator of a decoded token to the next. By default it looks for three milliseconds.
+SPINS = 10_000
 #: ``omp_pause_soft`` of OpenMP 5.0.
 _PAUSE_SOFT = 1
+
+
+def sleep_soon() -> None:
+    """Let OpenMP threads that wait leave the core to others soon, unless the environment says for how long
+    they are to wait. Has an effect only before torch is loaded.
+
+    On a quiet machine nothing changes. Beside other programs that compute on the same cores, threads that
+    compute no longer wait behind threads that look for work, which made products six times slower.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
 
 
 def end_workers() -> None:
