@@ -63,7 +63,7 @@ def others_asked(engine, options):
         engine.drain()
 
 
-@pytest.mark.parametrize(("asked", "mode"), [(MINE, "blend"), (SALTED, "prefix")])
+@pytest.mark.parametrize(("asked", "mode"), [(SALTED, "blend"), (MINE, "blend"), (MINE, "prefix")])
 def test_an_answer_is_the_same_whether_or_not_others_sent_the_text_before(tmp_path, asked, mode):
     """Byte for byte, without times: chunks, notes, tokens, explanation, text."""
     found = []
