@@ -1,7 +1,7 @@
 """RAG with local Hugging Face models that never prefills the same chunk twice.
 
 Importing this package imports neither torch nor transformers; the names below are loaded on first
-use (PEP 562).
+use (PEP 562). It sets ``GOMP_SPINCOUNT`` (:func:`blendrag.openmp.sleep_soon`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ except ImportError:
         raise SystemExit(f"error: {_runs_on}") from None  # the command, without a traceback
     raise ImportError(_runs_on) from None
 
-from blendrag import errors
+from blendrag import errors, openmp
 from blendrag.errors import BlendragError
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ _LAZY = {
     "Filter": "blendrag.corpus.filters",
     "Options": "blendrag.engine",
 }
+
+
+openmp.sleep_soon()
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,6 @@ import atexit
 import os
 import sys
 
-from blendrag import openmp
 from blendrag.cli import interrupt
 
 
@@ -21,7 +20,6 @@ def main() -> None:
             interrupt.leave(status)
 
     interrupt.install()
-    openmp.sleep_soon()
     try:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
