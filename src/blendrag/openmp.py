@@ -7,6 +7,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 
 #: How often a thread of GNU's runtime looks for work before it sleeps: for a tenth of a millisecond, longer
 #: than from one operator of a decoded token to the next. By default it looks for three milliseconds.
@@ -44,7 +45,8 @@ def _pause() -> Callable[[int], int] | None:
     ``None`` where that runtime does not let its threads sleep, or is too old."""
     if sys.platform != "linux":
         return None
-    import torch
-
-    library = ctypes.CDLL(torch._C.__file__)  # finds the functions of what it was linked to, too
+    torch = find_spec("torch._C")
+    if torch is None or torch.origin is None:
+        return None
+    library = ctypes.CDLL(torch.origin)  # finds the functions of what it was linked to, too
     return getattr(library, "omp_pause_resource_all", None)
