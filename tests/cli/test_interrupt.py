@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +62,8 @@ def test_native_code_that_does_not_return_is_left(grace_s: float, times: int) ->
     assert interrupted_sentence(stderr) == "interrupted: it was stuck"
 
 
-def press_at_third_chunk(patch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def pressed_at_third_chunk(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Ctrl-C in this process when the third chunk is encoded. Chunks from there on take long."""
     encode, calls = ModelAdapter.encode, itertools.count(1)
 
@@ -73,13 +76,17 @@ def press_at_third_chunk(patch: pytest.MonkeyPatch) -> None:
         return encode(*args, **kwargs)
 
     patch.setattr(ModelAdapter, "encode", press)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs ignore it
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_during_ingest_prints_totals_and_the_next_run_goes_on(
     ingest: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        press_at_third_chunk(patch)
+    with monkeypatch.context() as patch, pressed_at_third_chunk(patch):
         result = invoke(*ingest, "--json")
     assert result.exit_code == 130
     assert "repeat the command" in interrupted_sentence(result.stderr)
