@@ -10,8 +10,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,8 @@ from blendrag_lab.tables import ResultTable, figure, table
 #: Requests that decode together.
 REQUESTS = (1, 4, 16)
 NEW_TOKENS = 24
+#: Tokens that a request may decode until all decode together.
+MOST_TOKENS = 1000
 STOCK = "transformers' generate"
 
 
@@ -114,6 +116,10 @@ class Steps:
         if self._seen and (step := self._seen[-1]) is not None:
             step.ended = _now()
 
+    def count(self, rows: int) -> int:
+        """Steps that decoded a token of so many requests."""
+        return sum(step is not None and step.rows == rows for step in self._seen)
+
     def medians(self, rows: int) -> tuple[float, float, float]:
         """Milliseconds from one step of so many rows to the next, of their CPU time, and of its part outside
         of the model."""
@@ -160,6 +166,7 @@ def _ways(asking: ServeRunner, tick: Tick) -> Ways:
         tick("writing prompts")
         texts = corpus_texts(engine, asking.workload, max(REQUESTS))
         ids = engine.segments(texts[0], asking.options("full")).ids
+        most = min(MOST_TOKENS, engine.context_tokens - len(ids) - NEW_TOKENS)
 
     def stock() -> tuple[float, float, float]:
         prompt = torch.tensor([ids], device=adapter.device)
@@ -171,15 +178,26 @@ def _ways(asking: ServeRunner, tick: Tick) -> Ways:
         return steps.medians(1)
 
     def engine_steps(prompts: Sequence[str]) -> tuple[float, float, float]:
-        """Each prompt is different, so that nothing is shared."""
+        """Each prompt is different, so that nothing is shared. The first ones decode while the others are
+        prefilled, so all go on until they have decoded together for long enough."""
         number = len(prompts)
+        options = replace(
+            asking.options("full"), max_new_tokens=most, generate_kwargs={"min_new_tokens": most}
+        )
+
+        def answer(prompt: str) -> None:
+            with closing(engine.stream(prompt, options)) as pieces:
+                for _ in pieces:
+                    if steps.count(number) > NEW_TOKENS:
+                        return
+
         with (
             asking.engine(number) as engine,
             Steps.watching(adapter) as steps,
             ThreadPoolExecutor(number) as pool,
         ):
             engine.open()
-            list(pool.map(partial(engine.generate, options=asking.options("full")), prompts))
+            list(pool.map(answer, prompts))
         return steps.medians(number)
 
     ways: Ways = {(STOCK, 1): stock}
