@@ -73,10 +73,18 @@ OPERATORS: list[tuple[str, Any, FilterOperator]] = [
 ]
 
 
+def without_a_field(operator: FilterOperator) -> bool:
+    """Whether this LlamaIndex finds nodes that lack the field, as it did not in 0.14.19."""
+    lacking = MetadataFilters(filters=[MetadataFilter(key="a", value=["b"], operator=operator)])
+    return bool(build_metadata_filter_fn(lambda _: {}, lacking)("node"))
+
+
 @pytest.mark.parametrize(("key", "value", "operator"), OPERATORS)
 def test_every_operator_matches_as_in_llama_index(
     store: BlendVectorStore, key: str, value: Any, operator: FilterOperator
 ) -> None:
+    if operator in (FilterOperator.NE, FilterOperator.NIN) and not without_a_field(operator):
+        pytest.skip("this LlamaIndex finds no node that lacks the field")
     filters = MetadataFilters(filters=[MetadataFilter(key=key, value=value, operator=operator)])
     matches = build_metadata_filter_fn(METADATA.__getitem__, filters)
     assert found(store, filters) == sorted(filter(matches, METADATA))

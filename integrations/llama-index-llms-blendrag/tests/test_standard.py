@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any, Literal
 
 import pytest
@@ -125,7 +126,15 @@ class TestWithToolsThatCannotBeCalled(OverAnEngine):
     """The template writes calls that cannot be read, or none: JSON is asked for instead."""
 
     @pytest.fixture(autouse=True)
-    def _engine(self, plain: BlendEngine, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def _engine(
+        self,
+        plain: BlendEngine,
+        template: str,
+        monkeypatch: pytest.MonkeyPatch,
+        request: pytest.FixtureRequest,
+    ) -> None:
+        if version("llama-index-core") == "0.14.19" and "stream" in request.function.__name__:
+            pytest.skip("its programs of text do not stream")
         self.engine = plain
         monkeypatch.setattr(plain.tokens.tokenizer, "chat_template", template)
         assert plain.tokens.has_tools
