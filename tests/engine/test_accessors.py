@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import replace
 from pathlib import Path
+
+from greenlet import getcurrent, greenlet
 
 import tiny
 from blendrag.corpus.corpus import Corpus
@@ -86,3 +89,26 @@ def test_a_rendered_prompt_is_answered_as_the_prompt_itself(tmp_path: Path) -> N
         assert answers[0].text == answers[1].text
         assert answers[0].metrics.prompt_tokens == answers[1].metrics.prompt_tokens
         assert answers[1].metrics.chunks
+
+
+def test_requests_that_take_turns_look_at_the_settings_each_for_itself(tmp_path: Path) -> None:
+    """A short request between two tokens of a long one does not go by settings that were replaced since."""
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store") as engine:
+        engine.ingest([tiny.document(0)]).whole()
+        corpus, manifest = engine.kv_namespace.corpus, engine.manifest
+
+        def long_request() -> None:
+            with corpus.one_look():
+                assert engine.manifest == manifest
+                getcurrent().parent.switch()
+                assert engine.manifest == manifest
+
+        running = greenlet(long_request)
+        running.gr_context = copy_context()
+        running.switch()
+        with Corpus.open(tmp_path / "store") as other:
+            other.set_manifest(replace(manifest, encode_after=1))
+        with corpus.one_look():
+            assert engine.manifest.encode_after == 1
+        running.switch()
+        assert running.dead

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 #: Ends the name of the record of a namespace's prompt schemas.
 SCHEMA_RECORDS = "schemas"
+#: The manifest as it is kept, and whether there are documents, for which it then holds.
+CorpusState = tuple[Manifest | None, bool]
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,10 @@ class CorpusSettings:
             )
 
 
+_looks: ContextVar[dict[ModelCorpus, CorpusState | None]] = ContextVar("blendrag_looks")
+"""What was seen within :meth:`ModelCorpus.one_look`."""
+
+
 class ModelCorpus:
     """The corpus in the store's directory, and the store. Opening them is thread-safe."""
 
@@ -127,8 +134,6 @@ class ModelCorpus:
         self.embedding_turns = EmbeddingTurns()
         self._opens = threading.RLock()
         self._corpus: Corpus | None = None
-        self._look = threading.local()
-        """What this thread saw within :meth:`one_look`."""
         self._closed = False
 
     def _refuse_closed(self) -> None:
@@ -249,25 +254,26 @@ class ModelCorpus:
 
     @contextmanager
     def one_look(self) -> Iterator[None]:
-        """Within it, this thread looks at the settings once: a request goes by one state of them."""
-        look = vars(self._look)
-        if "found" in look:
+        """Within it, the settings are looked at once: a request goes by one state of them. Requests that take
+        turns on one thread have contexts of their own (:class:`~blendrag.serving.coroutine.Coroutine`)."""
+        looks = _looks.get({})
+        if self in looks:
             yield
             return
-        look["found"] = None
+        token = _looks.set({**looks, self: None})
         try:
             yield
         finally:
-            look.clear()
+            _looks.reset(token)
 
-    def _looked(self) -> tuple[Manifest | None, bool]:
-        """The manifest as it is kept, and whether there are documents, which it then holds for."""
-        look = vars(self._look)
-        if (found := look.get("found")) is None:
+    def _looked(self) -> CorpusState:
+        """What holds within :meth:`one_look`, or now."""
+        looks = _looks.get({})
+        if (found := looks.get(self)) is None:
             corpus = self.current
             found = corpus.state() if corpus is not None else (None, False)
-            if look:
-                look["found"] = found
+            if self in looks:
+                looks[self] = found
         return found
 
     @property
