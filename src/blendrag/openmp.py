@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 
-#: How often a thread of GNU's runtime looks for work before it sleeps: for a tenth of a millisecond, longer
-#: than from one operator of a decoded token to the next. By default it looks for three milliseconds.
+#: How often a thread of GNU's runtime looks for work before it sleeps: for about 0.1 ms, which is longer than
+#: from one operator of a decoded token to the next. The default is about 3 ms.
 SPINS = 10_000
 #: ``omp_pause_soft`` of OpenMP 5.0.
 _PAUSE_SOFT = 1
@@ -20,8 +20,8 @@ def sleep_soon() -> None:
     """Let OpenMP threads that wait leave the core to others soon, unless the environment says for how long
     they are to wait. Has an effect only before torch is loaded.
 
-    On a quiet machine nothing changes. Beside other programs that compute on the same cores, threads that
-    compute no longer wait behind threads that look for work, which made products six times slower.
+    On a quiet machine nothing changes. Beside programs that compute on the same cores, threads that compute
+    would otherwise wait for threads that only look for work: products then took six times as long.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPINS))
@@ -41,8 +41,9 @@ def end_workers() -> None:
 
 @functools.cache
 def _pause() -> Callable[[int], int] | None:
-    """``omp_pause_resource_all`` of the runtime that torch (2.13) was linked to, which does not export it;
-    ``None`` where that runtime does not let its threads sleep, or is too old."""
+    """``omp_pause_resource_all`` of the runtime that torch was linked to. torch itself (2.13) has no function
+    that ends these threads. ``None`` outside of Linux, where torch comes with other runtimes, and if the
+    runtime is too old to have it."""
     if sys.platform != "linux":
         return None
     torch = find_spec("torch._C")

@@ -58,7 +58,7 @@ class CallForm(NamedTuple):
     """From the arguments of a call to the name of the next; empty if the template writes only one."""
 
 
-def attempted(tokens: Tokens, messages: Sequence[dict[str, Any]], **given: Any) -> str | None:
+def try_render(tokens: Tokens, messages: Sequence[dict[str, Any]], **given: Any) -> str | None:
     """What the chat template makes of ``messages``; ``None`` if it refuses them.
 
     Templates check what they are given, and end in jinja errors of many kinds.
@@ -91,7 +91,7 @@ def _rendered_form(
 def _found_form(tokens: Tokens, given: tuple[tuple[str, Any], ...]) -> CallForm | None:
     form = format_of(tokens)
     known = None if form.call is None else CallForm(*form.call, arguments="json")
-    prompt = attempted(tokens, [USER], tools=[TOOL], **dict(given))
+    prompt = try_render(tokens, [USER], tools=[TOOL], **dict(given))
     if prompt is None:
         return known
     thought = _thought(form, prompt)
@@ -162,7 +162,7 @@ def _tags(empty: str, probe: str) -> TagForm | None:
 def _until_turn_ends(text: str, tokens: Tokens, given: dict[str, Any]) -> str:
     """``text`` without what the template writes after an answer."""
     answered = [USER, {"role": "assistant", "content": NAME}]
-    whole = attempted(tokens, answered, add_generation_prompt=False, **given) or ""
+    whole = try_render(tokens, answered, add_generation_prompt=False, **given) or ""
     call = text.removesuffix(whole.rpartition(NAME)[2])
     for end in tokens.turn_ends:
         call = call.partition(tokens.control_texts.get(end) or NAME)[0]
@@ -179,7 +179,7 @@ def _renderings(tokens: Tokens, given: dict[str, Any]) -> Iterator[tuple[str, st
         content = None if as_text else ""
         answer = {"role": "assistant", "content": content, "tool_calls": list(calls)}
         options = {"tools": [TOOL], "add_generation_prompt": False, **given}
-        return attempted(tokens, [USER, answer], **options)
+        return try_render(tokens, [USER, answer], **options)
 
     for call_id in _IDS:
         for as_text in (False, True):

@@ -18,7 +18,7 @@ from hashlib import sha256
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from blendrag.chat.forcing import TOOL, attempted
+from blendrag.chat.forcing import TOOL, try_render
 from blendrag.chat.messages import REASONING, Message, function_call
 from blendrag.errors import InvalidOptionError
 from blendrag.model.bounded_templates import bounded
@@ -338,7 +338,7 @@ class _Renderer:
 
     def __call__(self, messages: Sequence[Message]) -> str | None:
         """``None`` if the template refuses them."""
-        return attempted(self._tokens, messages, **self._given)
+        return try_render(self._tokens, messages, **self._given)
 
     def shows(self, messages: Sequence[Message], words: Sequence[str]) -> bool:
         text = self(messages)

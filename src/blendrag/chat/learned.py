@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import regex
 
 from blendrag.chat.calls import ToolCall, read_calls
-from blendrag.chat.forcing import KEY, NAME, TOOL, USER, attempted
+from blendrag.chat.forcing import KEY, NAME, TOOL, USER, try_render
 from blendrag.chat.formats import THINKING, Format
 from blendrag.chat.messages import function_call
 from blendrag.chat.reply import take_apart
@@ -57,7 +57,7 @@ def _render(tokens: Tokens, answer: Mapping[str, Any]) -> str:
             calls = [function_call(each, NAME, json.dumps(given)) for each, given in functions]
         given = {**answer, "tool_calls": calls} if calls else dict(answer)
         for tools in ([TOOL], None):
-            made = attempted(tokens, [USER, given], tools=tools, add_generation_prompt=False)
+            made = try_render(tokens, [USER, given], tools=tools, add_generation_prompt=False)
             if made is not None:
                 return made
     return ""
@@ -80,7 +80,7 @@ def _said(tokens: Tokens, header: str, end: str, count: int) -> str:
 def _answer(tokens: Tokens, whole: str, header: str) -> str:
     """``whole`` without the prompt."""
     for asks in (True, False):
-        prompt = attempted(tokens, [USER], tools=[TOOL], add_generation_prompt=asks)
+        prompt = try_render(tokens, [USER], tools=[TOOL], add_generation_prompt=asks)
         if prompt is not None and whole.startswith(prompt):
             return whole[len(prompt) :]
     return whole[common_prefix(whole, header) :]

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from blendrag.chat.forcing import USER, attempted
+from blendrag.chat.forcing import USER, try_render
 from blendrag.errors import InvalidOptionError
 from blendrag.wording import quoted
 
@@ -97,7 +97,7 @@ def _obeys(tokens: Tokens, name: str) -> bool:
 
 @lru_cache(maxsize=64)
 def _makes_a_difference(tokens: Tokens, template: str, name: str) -> bool:
-    one, other = (attempted(tokens, [USER], **{name: value}) for value in _PROBES[name])
+    one, other = (try_render(tokens, [USER], **{name: value}) for value in _PROBES[name])
     return one != other
 
 

@@ -43,8 +43,8 @@ FOLDED_HEADS = 4
 #: Rows from which torch's fused kernel (2.13) is faster with heads apart in bfloat16 on a CPU with AMX: the
 #: bias is then that of one head.
 APART_ROWS = 64
-#: Rows from which one row more is no gain where torch's fused kernel (2.13) takes them by two. Below, a lone
-#: row takes twice as long as two rows, three and seven take a tenth longer than four and eight.
+#: An odd number of rows below this is attended with one row more where torch's fused kernel (2.13) takes two
+#: at a time: one row takes twice as long as two, and three and seven a tenth longer than four and eight.
 EVEN_ROWS = 8
 #: Tokens of a part at least, where the threads of a CPU share the tokens of one head.
 PART_TOKENS = 512
