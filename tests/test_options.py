@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +14,25 @@ import typer
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from blendrag.chat.template_arguments import template_arguments
 from blendrag.cli.app import app
 from blendrag.cli.options import SAMPLING
 from blendrag.config import OPTIONS, Settings
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.embedder import Embedder
+from blendrag.corpus.reranker import Reranker
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.request import OptionFields
-from blendrag.errors import InvalidInputError
+from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.frameworks.engines import shared_engine
 from blendrag.frameworks.fields import CALL_OPTIONS, RequestFields
-from blendrag.option import near_names
+from blendrag.fusor.selection import Schedule, make_policy
+from blendrag.model.loading import load_adapter, load_tokens, resolve_device
+from blendrag.model.writer import Writer
+from blendrag.option import near_names, parse_arguments
 from blendrag.server.bodies import BlendOptions, ChatBody
 from blendrag.server.refusals import OPTION_FIELDS, of_body
+from blendrag.store.remote.objects import RemoteObjects
 from cli.commands import invoke
 from lab.pages.options_page import PAGE, page
 
@@ -165,6 +174,49 @@ def variable(name: str, value: Any) -> str:
         with pytest.raises(InvalidInputError) as raised:
             Settings.from_environment()
     return f"{name}{str(raised.value).removeprefix(f'BLENDRAG_{name.upper()}')}"
+
+
+#: Values that are found wrong where they are used, and that use.
+LATER: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "model": ("./no-model", load_tokens),
+    "store": ("/dev/null/store", lambda value: Corpus.open(Path(value))),
+    "dtype": ("float7", lambda value: load_adapter(dtype=value)),
+    "device": ("gpu", resolve_device),
+    "writer": ("/no/writer", Writer.load),
+    "embedder": ("/no/embedder", lambda value: Embedder(value).dim),
+    "reranker": ("/no/reranker", lambda value: Reranker(value).scores("one", ["two"])),
+    "remote": ("bucket", lambda value: RemoteObjects(value, 1.0)),
+    "policy": ("fast", make_policy),
+    "schedule": ("steep", Schedule.parse),
+    "chat_template_kwargs": (
+        "pace=fast",
+        lambda value: template_arguments(load_tokens("demo"), parse_arguments(value), None, None),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_wrong_values_that_are_found_later_name_their_variable(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value, use = LATER[name]
+    sentences = []
+    for given in ("", value):
+        monkeypatch.setenv(f"BLENDRAG_{name.upper()}", given)
+        with pytest.raises(BlendragError) as raised:
+            use(value)
+        sentences.append(str(raised.value))
+    without, named = sentences
+    assert named.replace(f" (BLENDRAG_{name.upper()})", "", 1) == without != named
+
+
+def test_every_variable_is_checked_when_it_is_read_or_named_later() -> None:
+    texts = {
+        each.name
+        for each in fields(Settings)
+        if OPTIONS[each.name].expected in ("a text", "a path", "a model")
+    }
+    assert texts - LATER.keys() == {"cache", "remote_key", "system"}
 
 
 def command(name: str, value: Any) -> str:

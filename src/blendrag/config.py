@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
@@ -341,6 +342,20 @@ def _cache_directory() -> Path:
 
 def _variable(name: str) -> str:
     return f"{_VARIABLES}{name.upper()}"
+
+
+def of_variable(name: str, value: object) -> str:
+    """`` (BLENDRAG_NAME)``, for an error about the ``value`` of an option that is looked at only when it is
+    used, if that variable has the value; otherwise nothing."""
+    written = os.environ.get(_variable(name))
+    if not written:
+        return ""
+    with suppress(InvalidOptionError):
+        held = OPTIONS[name].read(written)
+        is_key = isinstance(held, Mapping) and value in held
+        if is_key or str(value) in (str(held), os.path.abspath(os.path.expanduser(written))):
+            return f" ({_variable(name)})"
+    return ""
 
 
 def _warn_of_unknown_variables(names: Mapping[str, str]) -> None:

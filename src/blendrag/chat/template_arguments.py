@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from blendrag.chat.forcing import USER, try_render
+from blendrag.config import of_variable
 from blendrag.errors import InvalidOptionError
 from blendrag.wording import quoted
 
@@ -101,13 +102,17 @@ def _makes_a_difference(tokens: Tokens, template: str, name: str) -> bool:
     return one != other
 
 
+def _has(name: str) -> str:
+    return f"has {quoted(name)}{of_variable('chat_template_kwargs', name)}"
+
+
 def _refuse_unknown(tokens: Tokens, given: Mapping[str, Any]) -> None:
     if not given:
         return
     if reserved := sorted(RESERVED.intersection(given)):
         raise InvalidOptionError(
             "chat_template_kwargs",
-            f"has {quoted(reserved[0])}, no argument of a template; leave it out",
+            f"{_has(reserved[0])}, no argument of a template; leave it out",
         )
     of_rendering = inspect.signature(tokens.tokenizer.apply_chat_template).parameters
     for name in sorted(set(given) - COMMON - of_rendering.keys()):
@@ -117,5 +122,5 @@ def _refuse_unknown(tokens: Tokens, given: Mapping[str, Any]) -> None:
             meant = f"did you mean {close[0]}? " if close else ""
             raise InvalidOptionError(
                 "chat_template_kwargs",
-                f"has {quoted(name)}, which this model's chat template does not read; {meant}leave it out",
+                f"{_has(name)}, which this model's chat template does not read; {meant}leave it out",
             )

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from blendrag.config import of_variable
 from blendrag.corpus import database, documents
 from blendrag.corpus.database import CorpusFile
 from blendrag.corpus.documents import StoredChunk
@@ -84,12 +85,13 @@ class Corpus:
         directory = Path(root) / database.DIRECTORY
         exists = os.path.lexists(directory / database.FILE_NAME)
         if not exists and (read_only or not create):
+            named = of_variable("store", root)
             if Path(root).is_file():
                 raise CorpusError(
-                    f"store {root} is a file, expected a directory; choose another store"
+                    f"store {root}{named} is a file, expected a directory; choose another store"
                 )
             raise CorpusError(
-                f"there is no corpus at {directory}; check the spelling, or ingest first "
+                f"there is no corpus at {directory}{named}; check the spelling, or ingest first "
                 f"(blendrag ingest PATH… --model MODEL --store {root}), or blendrag store follow"
             )
         if read_only or (exists and not database.can_write(directory)):

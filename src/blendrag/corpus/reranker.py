@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from blendrag.config import of_variable
 from blendrag.corpus.embedder import ModelFiles, no_progress_bars
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.errors import BlendragError, InvalidInputError, ModelLoadError, is_out_of_memory
@@ -46,6 +47,10 @@ class Reranker:
             check()
         return np.concatenate(found) if found else np.zeros(0, np.float32)
 
+    @property
+    def _shown(self) -> str:
+        return f"{self.name!r}{of_variable('reranker', self.name)}"
+
     def _loaded(self) -> CrossEncoder:
         if self._model is None:
             try:
@@ -61,7 +66,7 @@ class Reranker:
                 if is_out_of_memory(exc):
                     raise
                 raise ModelLoadError(
-                    f"reranker {self.name!r} cannot be loaded ({type(exc).__name__}); check the name, or "
+                    f"reranker {self._shown} cannot be loaded ({type(exc).__name__}); check the name, or "
                     "name a local directory of a sentence-transformers cross-encoder"
                 ) from exc
         return self._model
@@ -81,7 +86,7 @@ class Reranker:
         # any encoder could be loaded, with a head of random weights
         if not made_for.endswith("ForSequenceClassification") or config.num_labels != 1:
             raise InvalidInputError(
-                f"reranker {self.name!r} is a {made_for} with {config.num_labels} outputs, expected a "
+                f"reranker {self._shown} is a {made_for} with {config.num_labels} outputs, expected a "
                 "cross-encoder (…ForSequenceClassification with one); name another, or none"
             )
         if not self._trust_remote_code:

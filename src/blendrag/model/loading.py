@@ -22,7 +22,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers.utils import cached_file
 
-from blendrag.config import DEMO_MODEL
+from blendrag.config import DEMO_MODEL, of_variable
 from blendrag.errors import (
     BlendragError,
     InvalidInputError,
@@ -106,7 +106,8 @@ def load_adapter(
     Raises :class:`ModelLoadError`, :class:`InvalidInputError`, and what lack of memory or disk space raises.
     """
     if dtype != "auto" and dtype not in DTYPES:
-        raise InvalidInputError(f"dtype {quoted(dtype)} is not one of auto, {', '.join(DTYPES)}")
+        named = f"dtype {quoted(dtype)}{of_variable('dtype', dtype)}"
+        raise InvalidInputError(f"{named} is not one of auto, {', '.join(DTYPES)}")
     target = resolve_device(device)
     given = dict(model_kwargs or {})
     files = {"trust_remote_code": trust_remote_code, **hub_kwargs(given)}
@@ -279,9 +280,8 @@ def _resolve_model(name: str) -> str:
         return str(unpacked_directory(name))
     if not (os.path.lexists(name) or _is_hub_id(name)):
         raise ModelLoadError(
-            f"there is no model {quoted(name, 200)}; expected a directory with config.json and "
-            "weights, a GGUF file, a "
-            "hub id (owner/name) or 'demo'"
+            f"there is no model {quoted(name, 200)}{of_variable('model', name)}; expected a directory with "
+            "config.json and weights, a GGUF file, a hub id (owner/name) or 'demo'"
         )
     return name
 
@@ -298,16 +298,13 @@ def resolve_device(device: str) -> torch.device:
     """``auto`` → CUDA if there is one, else the CPU."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    named = f"device {quoted(device)}{of_variable('device', device)}"
     try:
         target = torch.device(device)
     except RuntimeError as exc:
-        raise InvalidInputError(
-            f"device {quoted(device)} is not one of auto, cpu, cuda, cuda:N"
-        ) from exc
+        raise InvalidInputError(f"{named} is not one of auto, cpu, cuda, cuda:N") from exc
     if target.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInputError(
-            f"device {quoted(device)} asked for, but torch sees no CUDA device; use cpu"
-        )
+        raise InvalidInputError(f"{named} asked for, but torch sees no CUDA device; use cpu")
     return target
 
 
@@ -443,35 +440,36 @@ def _mapped(message: Callable[[BaseException], str]) -> Iterator[None]:
 
 def _load_message(name: str, exc: BaseException) -> str:
     why = _first_line(exc)
+    shown = f"{quoted(name, 200)}{of_variable('model', name)}"
     if "trust_remote_code" in str(exc):  # transformers (5.17) asks in three lines
         return (
-            f"model {name!r} needs its own Python files, which blendrag does not run by default; read them, "
+            f"model {shown} needs its own Python files, which blendrag does not run by default; read them, "
             "then allow them with trust_remote_code=True (--trust-remote-code)"
         )
     if isinstance(exc, TypeError) and "unexpected keyword" in why:
-        return f"model {name!r} refuses one of model_kwargs: {why}; expected arguments of from_pretrained"
+        return f"model {shown} refuses one of model_kwargs: {why}; expected arguments of from_pretrained"
     if isinstance(exc, ImportError):
-        return f"model {name!r} needs a package that is not installed: {why}"
+        return f"model {shown} needs a package that is not installed: {why}"
     if is_gguf(name):
-        return f"{name!r} is a GGUF file but not a loadable causal LM: {why}"
+        return f"{shown} is a GGUF file but not a loadable causal LM: {why}"
     if Path(name).is_file():
         return (
-            f"{name!r} is a file, expected a directory with config.json and weights, or a GGUF file"
+            f"{shown} is a file, expected a directory with config.json and weights, or a GGUF file"
         )
     if (folder := Path(_resolve_model(name))).exists():
         if not (folder / "config.json").exists():
             return (
-                f"{name!r} is a directory without config.json, expected a model in transformers' format; "
+                f"{shown} is a directory without config.json, expected a model in transformers' format; "
                 "check the path"
             )
-        return f"{name!r} is a directory but not a loadable causal LM: {why}"
+        return f"{shown} is a directory but not a loadable causal LM: {why}"
     if not isinstance(exc, OSError) or _cached_config(name) is not None:
-        return f"model {name!r} was found but is not a loadable causal LM: {why}"
+        return f"model {shown} was found but is not a loadable causal LM: {why}"
     where = "could not be loaded from the hub"
     if os.environ.get("HF_HUB_OFFLINE") == "1":
         where = "not in the local cache (HF_HUB_OFFLINE=1)"
     return (
-        f"model {quoted(name, 200)} is not a local directory and {where}; expected a hub id, a "
+        f"model {shown} is not a local directory and {where}; expected a hub id, a "
         "directory with "
         f"config.json and weights, a GGUF file, or 'demo' ({why})"
     )

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import nn
 
+from blendrag.config import of_variable
 from blendrag.errors import BlendragError, ModelLoadError, is_out_of_memory
 from blendrag.model.adapter import ModelAdapter, end_forward
 from blendrag.model.checked_files import SIZES_MIB, check_adapter_files
@@ -31,6 +32,7 @@ from blendrag.model.sharing import only_here
 from blendrag.store import regular_files
 from blendrag.store.identity import digest_fields
 from blendrag.store.writer_files import MAX_MIB
+from blendrag.wording import quoted
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 #: File that makes a PEFT directory a writer, written by :func:`mark_as_writer`.
@@ -187,18 +189,19 @@ def mark_as_writer(directory: Path, model_id: str) -> None:
 
 def _require_writer(folder: Path) -> None:
     missing = [name for name in (CONFIG, WEIGHTS, MARK) if not (folder / name).is_file()]
+    shown = f"{quoted(str(folder), 200)}{of_variable('writer', folder)}"
     if missing == [MARK]:
         raise ModelLoadError(
-            f"{folder} is a LoRA adapter that was not trained as a writer (it has no {MARK}); give it as "
+            f"{shown} is a LoRA adapter that was not trained as a writer (it has no {MARK}); give it as "
             "lora, or train a writer with blendrag adapt"
         )
     if not folder.exists():
         raise ModelLoadError(
-            f"there is no writer {str(folder)!r:.200}, expected a directory that blendrag adapt made"
+            f"there is no writer {shown}, expected a directory that blendrag adapt made"
         )
     if missing:
         raise ModelLoadError(
-            f"{str(folder)!r:.200} is not the directory of a writer (it has no {missing[0]}), expected one "
+            f"{shown} is not the directory of a writer (it has no {missing[0]}), expected one "
             "that blendrag adapt made"
         )
 

@@ -12,6 +12,7 @@ import re
 import stat
 from pathlib import Path
 
+from blendrag.config import of_variable
 from blendrag.errors import StoreUnavailableError
 from blendrag.store import regular_files
 from blendrag.store.databases import refuse_if_shared
@@ -62,7 +63,8 @@ def check_place(root: Path) -> None:
     if not (above.is_dir() and os.access(above, os.W_OK | os.X_OK)):
         kind = "cannot be written" if above.is_dir() else "is not a directory"
         raise StoreUnavailableError(
-            f"store {root} cannot be created: {above} {kind}; choose another place"
+            f"store {root}{of_variable('store', root)} cannot be created: {above} {kind}; choose another "
+            "place"
         )
 
 
@@ -72,8 +74,8 @@ def _check_owned(root: Path, read_only: bool) -> bool:
     refuse_if_shared(f"store {root}", status.st_mode)
     if status.st_uid != os.geteuid() and not read_only:
         raise _refused(
-            f"store {root} is owned by user {status.st_uid}, expected {os.geteuid()}; "
-            "change its owner, open it in Python with read_only=True"
+            f"store {root}{of_variable('store', root)} is owned by user {status.st_uid}, expected "
+            f"{os.geteuid()}; change its owner, open it in Python with read_only=True"
         )
     if not read_only and not os.access(root, os.W_OK | os.X_OK):
         logger.warning("store %s cannot be written: reads work, nothing new is kept", root)
@@ -101,9 +103,11 @@ def _create(root: Path, read_only: bool) -> None:
         if root.is_dir():
             return
         if os.path.lexists(root):
-            raise _refused(f"store {root} is a file, expected a directory; move it away")
+            named = f"store {root}{of_variable('store', root)}"
+            raise _refused(f"{named} is a file, expected a directory; move it away")
         raise StoreUnavailableError(
-            f"no store at {root}, expected one to read from; run blendrag ingest first"
+            f"no store at {root}{of_variable('store', root)}, expected one to read from; run blendrag "
+            "ingest first"
         )
 
 

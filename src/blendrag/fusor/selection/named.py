@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from blendrag.config import CALIBRATED, DEFAULT_POLICY
+from blendrag.config import CALIBRATED, DEFAULT_POLICY, of_variable
 from blendrag.errors import InvalidOptionError
 from blendrag.fusor.selection.base import SelectionPolicy
 from blendrag.fusor.selection.blend import BlendPolicy
@@ -48,13 +48,18 @@ def make_policy(text: str | SelectionPolicy) -> SelectionPolicy:
     match = re.fullmatch(r"([a-z+-]+)(?:\((\d{1,9})(?:-(\d{1,3}))?\))?", name)
     policy = POLICIES.get(match[1]) if match else None
     if match is None or policy is None:
-        raise InvalidOptionError("policy", f"{quoted(text)} is not one of {policy_names()}")
+        raise _wrong(text)
     number, last = match[2], match[3]
     if last is not None and _has_depth(policy) and int(number) < int(last) <= 100:
         return policy(depth=(int(number), int(last)))
     if last is not None or (number and policy.k is None):
-        raise InvalidOptionError("policy", f"{quoted(text)} is not one of {policy_names()}")
+        raise _wrong(text)
     return policy(int(number)) if number else policy()
+
+
+def _wrong(text: str) -> InvalidOptionError:
+    named = f"{quoted(text)}{of_variable('policy', text)}"
+    return InvalidOptionError("policy", f"{named} is not one of {policy_names()}")
 
 
 def policy_names() -> str:

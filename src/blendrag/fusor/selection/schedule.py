@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from blendrag.config import of_variable
 from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.wording import quoted
 
@@ -112,8 +113,9 @@ class Schedule:
         if self.name == "first":
             return [float(i < self.first) for i in range(n)]
         if len(self.weights) != n:
+            named = f"schedule vector{of_variable('schedule', self)}"
             raise InvalidInputError(
-                f"schedule vector has {len(self.weights)} entries, this model needs {n} "
+                f"{named} has {len(self.weights)} entries, this model needs {n} "
                 "(one for each layer but the first)"
             )
         return list(self.weights)
@@ -141,9 +143,10 @@ def _weights(values: Sequence[float], text: object) -> tuple[float, ...]:
         raise _wrong(text, ": weights must be 0 or more, and not all 0")
     for layer, (before, weight) in enumerate(pairwise(values), 2):
         if weight > before * (1 + ROUNDING):
+            named = f"vector{of_variable('schedule', text)}"
             raise InvalidOptionError(
                 "schedule",
-                f"vector rises from {before:g} to {weight:g} at layer {layer}, expected no "
+                f"{named} rises from {before:g} to {weight:g} at layer {layer}, expected no "
                 "weight above the one before: a token left out of a layer cannot come back later; lower "
                 "it, or raise those before",
             )
@@ -158,4 +161,4 @@ def _number(text: str, whole: str) -> float:
 
 
 def _wrong(text: object, why: str) -> InvalidOptionError:
-    return InvalidOptionError("schedule", f"{quoted(text)}{why}")
+    return InvalidOptionError("schedule", f"{quoted(text)}{of_variable('schedule', text)}{why}")

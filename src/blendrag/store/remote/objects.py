@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from blendrag.config import of_variable
 from blendrag.errors import InvalidInputError, StoreUnavailableError, starting_thread
 from blendrag.store.base import ProcessBound
 from blendrag.store.remote.directory import Listed, ObjectDirectory
@@ -418,8 +419,8 @@ def _opened(url: str, timeout_s: float) -> Any:
     is_bucket = scheme in SCHEMES and scheme != "file" and bool(place.netloc)
     if not (is_bucket or (scheme == "file" and not place.netloc and place.path.startswith("/"))):
         raise InvalidInputError(
-            f"remote {quoted(url)} is no object store, expected s3://bucket/prefix, gs://…, az://… or "
-            "file:///directory"
+            f"remote {quoted(url)}{of_variable('remote', url)} is no object store, expected "
+            "s3://bucket/prefix, gs://…, az://… or file:///directory"
         )
     try:
         import obstore.exceptions
