@@ -45,8 +45,12 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
     error: dict[str, Any] = response.json()[name]
     assert name == "error"
     assert set(error) == {"message", "type", "param", "code"}
-    assert error["message"]
-    assert "Traceback" not in error["message"]
+    message = error["message"]
+    # of a field, what is expected may be all that there is to say
+    of_field = (" must be ", ", expected ", ": expected ", " is not one of ")
+    says_what_to_do = error["param"] and any(each in message for each in of_field)
+    assert says_what_to_do or "; " in message, message
+    assert "Traceback" not in message
     return error
 
 
@@ -231,6 +235,9 @@ def test_an_unknown_model_path_or_method(client: httpx.Client) -> None:
         assert (error["code"], error["param"]) == ("model_not_found", "model")
     assert "nothing at /v1/chat" in refused(client.post("/v1/chat"), 404)["message"]
     assert "GET is not allowed" in refused(client.get(CHAT), 405)["message"]
+    response = client.patch("/v1/documents")
+    assert refused(response, 405)["message"].endswith("; use DELETE, GET, PUT")
+    assert response.headers["allow"] == "DELETE, GET, PUT"
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from blendrag.chat.calls import Tools, tool_names
 from blendrag.chat.formats import Format, format_of
 from blendrag.chat.messages import function_call
 from blendrag.chat.reply import take_apart
-from blendrag.errors import InvalidInputError
+from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.text.matches import common_prefix
 from blendrag.wording import quoted, shortened
 
@@ -243,7 +243,7 @@ def refuse_unreadable(tokens: Tokens, tools: Tools) -> None:
 def chosen_tool(choice: Any, tools: Tools) -> str | None:
     """A ``tool_choice`` in OpenAI's spellings as ``auto``, ``none``, ``any`` or a tool's name.
 
-    ``None`` if none was given. Raises :class:`InvalidInputError` for a tool that is not in ``tools``.
+    ``None`` if none was given. Raises :class:`InvalidOptionError` for a tool that is not in ``tools``.
     """
     if choice is None or choice is False:
         return None
@@ -255,7 +255,7 @@ def chosen_tool(choice: Any, tools: Tools) -> str | None:
     names = tool_names(tools)
     if isinstance(choice, str) and choice in ("auto", "none", "any", *names):
         return choice
-    raise InvalidInputError(
-        f"tool_choice {quoted(choice)} is not auto, none, any or one of the tools "
-        f"({shortened(', '.join(names), 200) or 'none given'})"
+    listed = shortened(", ".join(names), 200) or "none given"
+    raise InvalidOptionError(
+        "tool_choice", f"{quoted(choice)} is not one of auto, none, any and the tools ({listed})"
     )

@@ -192,7 +192,10 @@ def check_content_type(headers: Headers) -> None:
     essence = kind.partition(";")[0].strip().lower()
     if essence != "application/json" and not re.fullmatch(r"application/[\w.-]+\+json", essence):
         said = f"content-type {shortened(kind)}" if kind else "no content-type"
-        raise Refusal(415, f"{said}, expected application/json")
+        raise Refusal(
+            415,
+            f"{said}, expected application/json; send JSON with that header, or a file as {' '.join(UPLOAD)}",
+        )
 
 
 def is_loopback(address: str) -> bool:
@@ -292,5 +295,6 @@ class AccessControlMiddleware:
     def _too_large(self) -> Refusal:
         return Refusal(
             413,
-            f"the body is larger than {self.max_body_bytes} bytes, the limit of this server (--max-body)",
+            f"the body is larger than {self.max_body_bytes} bytes, the limit of this server (--max-body); "
+            f"send less at once, or a file as {' '.join(UPLOAD)}",
         )

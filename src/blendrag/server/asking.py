@@ -138,7 +138,7 @@ def prompts_of(body: CompletionBody) -> list[str]:
     prompts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if not prompts or not all(isinstance(prompt, str) for prompt in prompts):
         raise wrong_field(
-            "prompt", "is empty or holds token ids, expected a text or a list of texts"
+            "prompt", "is empty or holds token ids, expected a text or a list of texts; send texts"
         )
     return [str(prompt) for prompt in prompts]
 
@@ -215,13 +215,15 @@ def _options(
 ) -> Options:
     """Options of the engine. Raises :class:`Refusal` for what it cannot do."""
     if isinstance(body.stop, list) and len(body.stop) > MAX_STOPS:
-        raise over_limit("stop", f"has {len(body.stop)} texts, expected at most {MAX_STOPS}")
+        raise over_limit(
+            "stop", f"has {len(body.stop)} texts, expected at most {MAX_STOPS}; send fewer"
+        )
     if max_new_tokens is None and limit is not None:
         max_new_tokens = min(engine.settings.max_new_tokens or limit, limit)
     if limit is not None and max_new_tokens is not None and max_new_tokens > limit:
         raise over_limit(
             "max_tokens",
-            f"is {max_new_tokens}, and this server allows at most {limit} (--max-tokens)",
+            f"is {max_new_tokens}, and this server allows at most {limit} (--max-tokens); ask for fewer",
         )
     blend = body.blendrag.model_dump(exclude_none=True) if body.blendrag else {}
     for name in ("top_k", "search", "only", "where", "trim_history"):
@@ -265,7 +267,7 @@ def _generate(body: Generating) -> Mapping[str, Any]:
     if body.longest is not None and body.min_tokens and body.min_tokens > body.longest:
         raise wrong_field(
             "min_tokens",
-            f"is {body.min_tokens}, expected at most max_tokens, which is {body.longest}",
+            f"is {body.min_tokens}, expected at most max_tokens, which is {body.longest}; lower it",
         )
     arguments = {
         "num_return_sequences": n if n > 1 else None,
@@ -288,7 +290,8 @@ def _biases(body: Generating) -> Mapping[int, float] | None:
     except ValueError:  # a word, or thousands of digits
         raise wrong_field(
             "logit_bias",
-            f"has the key {quoted(next(iter(body.logit_bias)))}, expected ids of tokens",
+            f"has the key {quoted(next(iter(body.logit_bias)))}, expected ids of tokens; "
+            'send them as in {"42": -100}',
         ) from None
 
 
@@ -317,13 +320,13 @@ def _form(body: Generating, engine: BlendEngine) -> Mapping[str, Any] | None:
         else:
             raise wrong_field(
                 "structured_outputs",
-                f"has {quoted(name)}, expected one of {', '.join(_GUIDED)}, json_object",
+                f"has {quoted(name)}, expected one of {', '.join(_GUIDED)}, json_object; leave it out",
             )
     if len(given) > 1:
         raise Refusal(
             400,
             f"{len(given)} forms of the answer ({', '.join(given)}), expected one of response_format, "
-            "structured_outputs and guided_*",
+            "structured_outputs and guided_*; leave out the others",
             param=next(iter(given)),
         )
     if given and (body.n or 1) > 1:
@@ -373,7 +376,7 @@ def schema_prompt(body: ChatBody, messages: Sequence[Message]) -> SchemaPrompt:
     """The only message as markup of the schema that ``body`` names. Raises :class:`Refusal`."""
     for field in ("tools", "documents", "retrieve"):
         if getattr(body, field):
-            raise wrong_field("schema", f"and {field}, expected one of them")
+            raise wrong_field("schema", f"and {field}, expected one of them; leave out the other")
     if len(messages) != 1 or messages[0]["role"] != "user":
         raise Refusal(
             400,
@@ -408,12 +411,18 @@ def _with_texts(
     if not (body.retrieve or body.documents):
         return messages, ()
     if body.retrieve and body.documents:
-        raise Refusal(400, "documents and retrieve, expected one of them", param="retrieve")
+        raise Refusal(
+            400,
+            "documents and retrieve, expected one of them; leave out the other",
+            param="retrieve",
+        )
     *history, last = messages or [{}]
     if last.get("role") != "user":
         name = "retrieve" if body.retrieve else "documents"
         raise Refusal(
-            400, f"{name} with a last message that is not the user's question", param="messages"
+            400,
+            f"{name} with a last message that is not the user's question; put the question last",
+            param="messages",
         )
     question, tokens = last["content"], engine.tokens
     own = body.blendrag.prompt_template if body.blendrag else None
@@ -429,7 +438,7 @@ def _with_texts(
     top_k = body.blendrag.top_k if body.blendrag else None
     search = body.blendrag.search if body.blendrag else None
     if top_k is not None and top_k > MAX_TOP_K:
-        raise over_limit("blendrag.top_k", f"is {top_k}, expected at most {MAX_TOP_K}")
+        raise over_limit("blendrag.top_k", f"is {top_k}, expected at most {MAX_TOP_K}; lower it")
     before = earlier[-1] if earlier else ""
     chunks = tuple(
         engine.retrieve(
@@ -488,7 +497,8 @@ def _titled(document: str | Mapping[str, Any], number: int) -> tuple[str, str]:
     text = given.get("text", given.get("snippet")) if isinstance(given, Mapping) else None
     if not isinstance(text, str) or not text.strip():
         raise wrong_field(
-            f"documents[{number}]", "has no text, expected a text or an object with title and text"
+            f"documents[{number}]",
+            "has no text, expected a text or an object with title and text; leave out empty ones",
         )
     check_unicode(text, f"documents[{number}]")
     title = given.get("title")

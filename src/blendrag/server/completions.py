@@ -28,7 +28,7 @@ async def completion(service: Service, body: CompletionBody) -> Fields:
         raise wrong_field(
             "prompt",
             f"holds {len(prompts)} texts, expected at most {most}, the limit of this server "
-            "(--max-requests)",
+            "(--max-requests); send them in several requests",
         )
     answering = [
         asyncio.ensure_future(

@@ -25,12 +25,14 @@ def texts_of(body: EmbeddingBody) -> list[str]:
     """The texts to embed. Raises :class:`Refusal` for too many, too long or empty ones."""
     texts = [body.input] if isinstance(body.input, str) else body.input
     if not texts or len(texts) > MAX_TEXTS:
-        raise wrong_field("input", f"has {len(texts)} texts, expected 1 to {MAX_TEXTS}")
+        raise wrong_field(
+            "input", f"has {len(texts)} texts, expected 1 to {MAX_TEXTS}; send so many"
+        )
     if not all(isinstance(text, str) and text.strip() for text in texts):
         raise wrong_field(
             "input",
-            "holds token ids or empty texts, expected texts; with LangChain's OpenAIEmbeddings set "
-            "check_embedding_ctx_length=False",
+            "holds token ids or empty texts, expected texts; leave out empty ones, and with "
+            "LangChain's OpenAIEmbeddings set check_embedding_ctx_length=False",
         )
     if body.dimensions is not None:
         raise wrong_field("dimensions", "is not supported; leave it out and cut the vectors")

@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute, Match
 
 from blendrag.config import EngineOptions
 from blendrag.errors import (
@@ -164,12 +165,20 @@ def of_http(request: Request, error: HTTPException) -> Refusal:
     if status == 404:
         message = f"there is nothing at {shortened(path)}; the server has {PATHS}"
     elif status == 405:
-        message = f"{shortened(request.method)} is not allowed at {shortened(path)}"
+        taken = sorted({name for route in request.app.routes for name in _methods(route, request)})
+        message = f"{shortened(request.method)} is not allowed at {shortened(path)}; use {', '.join(taken)}"
+        error.headers = {"Allow": ", ".join(taken)}
         if "access-control-request-method" in request.headers:
             message += "; for pages of other sites start the server with --cors-origin"
     elif status == 400:
         message = "the body cannot be read as JSON in UTF-8; send one JSON object"
     return Refusal(status, message, headers=error.headers)
+
+
+def _methods(route: BaseRoute, request: Request) -> set[str]:
+    """The methods of a route if the path of a request is its path."""
+    is_same = route.matches(request.scope)[0] is not Match.NONE
+    return getattr(route, "methods", None) or set() if is_same else set()
 
 
 def of_body(error: RequestValidationError) -> Refusal:
@@ -178,7 +187,10 @@ def of_body(error: RequestValidationError) -> Refusal:
     first = errors[0]
     if first["type"] == "json_invalid":
         reason = first["ctx"]["error"]
-        return Refusal(400, f"the body is not JSON: {reason} at character {first['loc'][-1]}")
+        return Refusal(
+            400,
+            f"the body is not JSON: {reason} at character {first['loc'][-1]}; send one JSON object",
+        )
     if first["loc"][0] == "query":
         name = str(first["loc"][-1])
         return wrong_field(name, f"is missing in the query, as in ?{name}=…")
@@ -192,7 +204,7 @@ def of_body(error: RequestValidationError) -> Refusal:
     if first["type"] == "option":
         return wrong_field(param, first["ctx"]["wrong"])
     if first["type"] == "missing":
-        return wrong_field(param, "is missing; it is required")
+        return wrong_field(param, "is missing; add it")
     if first["type"] == "extra_forbidden" and param in UNSUPPORTED:
         said = (
             f"{param} is {_json(first['input'])}, which this server does not support; leave it out"
@@ -208,7 +220,7 @@ def of_body(error: RequestValidationError) -> Refusal:
         return wrong_field(param, f"is not a field of this request; {meant}")
     if first["type"] == "too_long":
         most = first["ctx"]["max_length"]
-        return wrong_field(param, f"has {len(value)} elements, expected at most {most}")
+        return wrong_field(param, f"has {len(value)} elements, expected at most {most}; send fewer")
     expected = [str(each["msg"]) for each, where, _ in found if where == place]
     joined = " or ".join(dict.fromkeys(_PYDANTIC.sub("", text) for text in expected))
     return wrong_field(param, f"is {_json(value)}, expected {joined}")

@@ -259,7 +259,8 @@ def not_served(name: str, *known: str) -> Refusal:
     expected = ", ".join(map(repr, known))
     return Refusal(
         404,
-        f"the model {quoted(name)} is not served here; expected {'one of ' * (len(known) > 1)}{expected}",
+        f"the model {quoted(name)} is not served here; expected {'one of ' * (len(known) > 1)}{expected}; "
+        "name that, or leave model out",
         param="model",
         code="model_not_found",
     )

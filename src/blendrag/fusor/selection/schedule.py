@@ -64,8 +64,8 @@ class Schedule:
             if len(parts) > MAX_WEIGHTS:
                 raise _wrong(text, f" has more than {MAX_WEIGHTS} weights, expected one a layer")
             return cls("vector", _weights([_number(part, text) for part in parts], text))
-        families = "constant, linear, geometric[:g], first:m or comma-separated weights"
-        raise _wrong(text, f" is not {families} for layers 1…L-1")
+        families = "constant, linear, geometric[:g], first:m and comma-separated weights"
+        raise _wrong(text, f" is not one of {families} for layers 1…L-1")
 
     def __str__(self) -> str:
         if self.name == "geometric":
