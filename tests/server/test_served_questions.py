@@ -190,6 +190,27 @@ def test_a_filter_that_the_server_refuses_opens_no_model(
         asked(demo_engine.root, **given)
 
 
+@pytest.mark.parametrize("command", ["ask", "chat"])
+def test_a_store_without_documents_is_refused_once(
+    served: Live,
+    opens_no_model: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+) -> None:
+    empty = "the corpus at kv/corpus holds no chunks; ingest first"
+
+    def nothing_to_find(*_: Any, **__: Any) -> None:
+        raise InvalidInputError(empty)
+
+    monkeypatch.setattr(served.service.engine, "retrieve", nothing_to_find)
+    with announced(served, tmp_path):
+        told = invoke(
+            command, *[QUESTION] * (command == "ask"), "--store", tmp_path, stdin=QUESTION
+        )
+    assert told.stderr.splitlines()[command == "chat" :] == [f"error: {empty}"]
+
+
 @pytest.mark.parametrize(
     "given",
     [{"model": "another/model"}, {"dtype": "float32"}, {"lora": "x"}],

@@ -84,18 +84,21 @@ class NotServed(Exception):
     """Why the server does not answer."""
 
     def __init__(self, why: str, error: Mapping[str, Any] | None = None) -> None:
-        """``error``: the server's own, if it sent one."""
+        """``error``: the server's own about the request, if it sent one."""
         super().__init__(why)
         self.error = error or {}
 
     @property
     def error_here(self) -> BlendragError | None:
         """What the command would refuse the question with, too, after it has opened the model."""
-        param, code = str(self.error.get("param")), self.error.get("code")
+        param, code = self.error.get("param"), self.error.get("code")
         message = str(self.error.get("message", ""))
         if code == TOO_LONG:
             for sent in ("blendrag.top_k", "max_tokens"):
                 message = message.replace(sent, options.flag(_OPTIONS[sent]))
+            return InvalidInputError(message)
+        is_of_request = self.error.get("type") == "invalid_request_error" and code is None
+        if param is None and is_of_request:  # an empty question, a store without documents, …
             return InvalidInputError(message)
         if code == SERVER_LIMIT or param not in _OPTIONS:
             return None
@@ -281,7 +284,8 @@ def _asked(record: ServerRecord, body: dict[str, Any]) -> ServedPieces:
         response = connection.getresponse()
         if response.status != 200:
             error = json.loads(response.read(MAX_LINE_BYTES))["error"]
-            raise NotServed(f"refused the question: {error['message']}", error)
+            about = error if response.status == 400 else None
+            raise NotServed(f"refused the question: {error['message']}", about)
         events = events_of(response)
         try:
             first = next(events, {})
