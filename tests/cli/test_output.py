@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import pytest
@@ -19,6 +21,7 @@ from uvicorn.config import LOGGING_CONFIG
 from blendrag import __version__
 from blendrag.cli import extras, options, progress
 from blendrag.cli.app import app
+from blendrag.cli.importing import without_collection
 from blendrag.cli.options import ANSWER_TOKENS
 from blendrag.cli.output import Guarded, print_json
 from blendrag.cli.progress import StatusLine
@@ -62,6 +65,28 @@ def test_a_command_leaves_without_freeing_objects(command: str, status: int) -> 
     done = subprocess.run(args, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr
     assert done.stdout.endswith("ended\n")
+
+
+@pytest.mark.parametrize("command", ["ask", "search", "serve", "profile"])
+def test_the_garbage_collector_never_looks_at_what_a_command_imports(
+    ingested: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    during: list[bool] = []
+    monkeypatch.setattr("blendrag.cli.importing.sys", SimpleNamespace(modules={}))
+    monkeypatch.setattr("gc.freeze", lambda: during.append(gc.isenabled()))
+    question = ["windmill"] * (command in ("ask", "search"))
+    store = ingested if command == "search" else "nowhere"
+    invoke(command, *question, "--store", store)
+    assert during
+    assert not any(during)
+    assert gc.isenabled()
+
+
+def test_a_process_that_has_imported_torch_keeps_its_garbage_collected() -> None:
+    frozen = gc.get_freeze_count()
+    with without_collection():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == frozen
 
 
 def test_help_shows_the_defaults_of_the_settings() -> None:

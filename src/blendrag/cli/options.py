@@ -17,6 +17,7 @@ import typer
 from typer.models import ArgumentInfo
 
 from blendrag import option
+from blendrag.cli.importing import without_collection
 from blendrag.config import OPTIONS, EngineOptions, RequestDefaults, Settings, settings
 from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.option import Option
@@ -241,7 +242,8 @@ def given(parameters: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]
 
 def request_options(context: typer.Context, **more: Any) -> Options:
     """The request options of a command."""
-    from blendrag.engine import Options
+    with without_collection():
+        from blendrag.engine import Options
 
     values = given(context.params, REQUEST)
     of_retrieval = ("top_k", *SEARCH)
@@ -276,8 +278,9 @@ def engine_beside(
 
 def engine_for(context: typer.Context, for_ingest: bool = False, **more: Any) -> BlendEngine:
     """The engine that the options of a command describe."""
-    from blendrag.corpus.recorded_model import model_for
-    from blendrag.engine import BlendEngine
+    with without_collection():
+        from blendrag.corpus.recorded_model import model_for
+        from blendrag.engine import BlendEngine
 
     values = given(context.params, (*EngineOptions.__annotations__, *SEARCH))
     if "max_new_tokens" in context.params:

@@ -9,6 +9,7 @@ import typer
 from rich.table import Table
 
 from blendrag.cli import options
+from blendrag.cli.importing import without_collection
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import console, print_json, say, shown_pages
 from blendrag.config import settings
@@ -42,7 +43,8 @@ def search(
     given = context.params
     root, trusts = given["store"] or settings().store, bool(given["trust_remote_code"])
     name = given["reranker"] or settings().reranker
-    with Corpus.open(root) as corpus:
+    # an embedder is imported and loaded when something is looked for
+    with Corpus.open(root) as corpus, without_collection():
         embedder = embedder_of(
             corpus.manifest, root, given["embedder"] or settings().embedder, trusts
         )

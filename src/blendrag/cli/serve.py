@@ -15,6 +15,7 @@ import typer
 from blendrag import __version__
 from blendrag.cli import interrupt, options
 from blendrag.cli.extras import ray_function
+from blendrag.cli.importing import without_collection
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import count, say
 from blendrag.cli.progress import StatusLine
@@ -131,11 +132,13 @@ def serve(
     for name in (name for name, value in of_ray.items() if value is not None):
         raise InvalidInputError(f"{name} without --ray, expected both; one process is one replica")
     from blendrag.config import settings
-    from blendrag.server.app import create_app
-    from blendrag.server.running import bound_socket
-    from blendrag.server.running import serve as serve_until_signal
-    from blendrag.server.service import Limits, Service, open_engine
-    from blendrag.server.upload_folders import remove_left
+
+    with without_collection():
+        from blendrag.server.app import create_app
+        from blendrag.server.running import bound_socket
+        from blendrag.server.running import serve as serve_until_signal
+        from blendrag.server.service import Limits, Service, open_engine
+        from blendrag.server.upload_folders import remove_left
 
     roots = _further(further or ())
     follows = _follow(context)
