@@ -636,13 +636,10 @@ def test_exact_ties_count_as_agreement_and_other_tokens_do_not() -> None:
 def test_verify_measures_copies_once_that_two_names_have_in_common(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As of a model that was unpacked from 4 bits: in both, all layers but the LM head have 4 bits."""
+    """As of a model that was unpacked from 4 bits: in both, all layers have 4 bits."""
     kept = model()
     monkeypatch.setattr("blendrag.model.loading.load_adapter", lambda *_: tiny.adapter(kept))
-    four, eight = packing.FORMATS["int4"], packing.FORMATS["int8"]
-    monkeypatch.setattr(
-        packing, "_unpacked_from", lambda weight: eight if weight is kept.lm_head.weight else four
-    )
+    monkeypatch.setattr(packing, "_unpacked_from", lambda weight: packing.FORMATS["int4"])
     with tiny.counted(agreeing.AgreementMeasurement, "run") as runs:
         fields = printed("verify", "tiny")["decode_weights"]
         assert fields["int8"] == fields["int4"]
@@ -674,6 +671,7 @@ def test_verify_prints_agreement_and_times(monkeypatch: pytest.MonkeyPatch) -> N
     shown = invoke("verify", "tiny").stdout
     assert re.search(r"decoding with int8 weights, .* more, opened in \d\.\d s: ", shown)
     assert "of 10 steps, KL " in shown
-    layers = len(packing.linear_layers(kept))
-    assert fields["int8"]["layers"] == {"int8": layers}
-    assert f"; layers: {layers} int8" in shown
+    layers = len(packing.linear_layers(kept)) - 1  # but the LM head
+    assert fields["int8"]["layers"] == {"int4": 1, "int8": layers}
+    assert f"{layers} int8" in shown
+    assert "1 int4" in shown

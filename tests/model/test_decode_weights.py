@@ -69,10 +69,8 @@ def model(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
 
 
 def test_the_likeliest_logits_are_those_of_the_native_head(model: nn.Module) -> None:
-    weights = made(model, "int4")
-    head = weights.layers["lm_head"]
-    assert {layer.kind.name for layer in weights.layers.values()} == {"int8", "int4"}
-    assert head.kind.name == "int8"
+    head = made(model).layers["lm_head"]
+    assert head.kind.name == "int4"
     rows = torch.randn(3, 1, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     native, found = F.linear(rows, head.layer.weight), head.multiply(rows)
     assert torch.equal(found.argmax(-1), native.argmax(-1))
@@ -278,8 +276,9 @@ def test_constant_and_empty_blocks_keep_their_value(width: Width) -> None:
 
 
 def test_weights_of_no_file_keep_a_scale_for_each_output(model: nn.Module) -> None:
-    kinds = {copy.kind.name for copy in made(model).layers.values()}
-    assert kinds == {"int8"}
+    kinds = {at: copy.kind.name for at, copy in made(model).layers.items()}
+    assert kinds.pop("lm_head") == "int4"
+    assert {*kinds.values()} == {"int8"}
 
 
 @torch.inference_mode()

@@ -38,11 +38,11 @@ from blendrag.wording import condensed, log_step, short_model
 log = logging.getLogger(__name__)
 
 #: Counts up when copies are made in another way, so that earlier files are not used.
-VERSION = 3
+VERSION = 4
 #: Counts up when the numbers of rows are measured in another way.
-ROWS_VERSION = 2
+ROWS_VERSION = 3
 AUTO = "auto"
-#: The format of ``auto``. ``int4`` is faster only in its LM head, and agrees less (docs/decode-weights.md).
+#: The format of ``auto``; ``int4`` agrees less (docs/decode-weights.md).
 AUTOMATIC = "int8"
 #: Least size of all copies for ``auto``: smaller models are read from the processor's caches.
 LEAST_BYTES = 32 * 2**20

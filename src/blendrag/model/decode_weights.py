@@ -46,8 +46,9 @@ COMPARED_WEIGHTS, MIN_COMPARED_ROWS = 2**16, 8
 #: Relative error of packed weights up to which they are the numbers of a file. Rounding to bfloat16 makes
 #: 0.0017 in the weights and again in the scales; weights that are in no file's blocks differ by 0.005.
 UNPACKED_ERROR = 0.0035
-#: Logits of the likeliest tokens that are computed by the LM head's own weights.
-EXACT_LOGITS = 32
+#: Logits of the likeliest tokens that are computed by the LM head's own weights. A few suffice to choose the
+#: likeliest; with so many, sampling hardly ever draws another.
+EXACT_LOGITS = 512
 #: Numbers of rows that are timed.
 TIMED_ROWS = (1, 2, 4, 8, 16, 32)
 #: Over how many layers of a shape: enough weights that no cache holds them all.
@@ -117,8 +118,9 @@ def _pairs(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
 
 def _blocks_product(x: torch.Tensor, packed: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
     """``x`` ``[M, K]`` once times 16 for the high nibbles, which is exact in bfloat16, and once as it is."""
-    blocks = x.view(len(x), len(pairs), 1, -1)  # [M, K/B, 1, B]
-    return int4_product((blocks * _PLACES).view(len(x), -1), packed, pairs)
+    rows = x.shape[0]
+    blocks = x.view(rows, pairs.shape[0], 1, -1)  # [M, K/B, 1, B]
+    return int4_product((blocks * _PLACES).view(rows, -1), packed, pairs)
 
 
 #: What a high and a low nibble count.
@@ -199,15 +201,14 @@ def pack(model: nn.Module, name: str) -> PackedWeights:
     """Packed copies of the :func:`linear_layers` of ``model`` for decode weights ``name``.
 
     With ``int8``, a layer that was unpacked from a file with blocks of 4 to 8 bits gets the numbers of the
-    file. With ``int4``, all layers have 4 bits but the LM head, whose rounding changes more tokens than that
-    of all others.
+    file. The LM head always has 4 bits, which only find the tokens whose logits its own weights compute.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
 
     def kind_of(layer: nn.Linear) -> PackedFormat:
         if layer.out_features % 16:  # int4's operator takes 16 outputs at a time
             return FORMATS["int8"]
-        if name == "int4" and layer is not head:
+        if name == "int4" or layer is head:
             return FORMATS["int4"]
         return _unpacked_from(layer.weight) or FORMATS["int8"]
 
