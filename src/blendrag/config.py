@@ -128,7 +128,8 @@ DecodeWeights = Annotated[_DECODE_WEIGHTS, one_of("decode_weights",
     get_args(_DECODE_WEIGHTS))]
 Learn = Annotated[bool, switch("learn",
     "Learn passages that return in prompts, and reuse them from the third time.", f"env {_PYTHON}")]
-ReadOnly = Annotated[bool, switch("read_only", "Write nothing into the store.", _PYTHON)]
+ReadOnly = Annotated[bool, switch("read_only", "Write nothing into the store.",
+    f"{_PYTHON} cli", flags="--read-only")]
 
 # -- settings of a process only -------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cli.commands import QUESTION, ingest_args, invoke, printed, refused, reused_tokens, said
+from cli.commands import QUESTION, ask, ingest_args, invoke, printed, refused, reused_tokens, said
 
 #: Three documents of three chunks, and the pinned one that identifies the namespace.
 CHUNKS = 10
@@ -48,6 +48,29 @@ def test_stats_names_the_model_counts_and_limits(ingested: Path, model_dir: Path
     assert f"{CHUNKS} chunks (1 pinned)" in shown
     assert "64.0 GiB (the default)" in shown
     assert "3 documents, 9 chunks" in shown
+
+
+def test_read_only_reads_a_store_of_another_user_and_changes_nothing(store: Path) -> None:
+    damage(store)  # asking would set it aside and encode the chunk again
+    if os.geteuid() == 0:
+        for path in (store, *store.rglob("*")):
+            os.chown(path, 65534, 65534)
+        assert "open it with read_only=True (--read-only)" in refused("ask", "x", "--store", store)
+
+    def state() -> dict[Path, tuple[int, int]]:
+        """Of every file, but for those that SQLite makes to read a database."""
+        files = {path: path.stat() for path in store.rglob("*") if path.is_file()}
+        return {
+            path: (status.st_size, status.st_mtime_ns)
+            for path, status in files.items()
+            if not path.name.endswith(("-shm", "-wal"))
+        }
+
+    before = state()
+    assert printed("search", QUESTION, "--store", store, "--read-only")["chunks"]
+    metrics = ask(store, "--read-only")["metrics"]
+    assert 0 < metrics["reused_tokens"] < metrics["prompt_tokens"]
+    assert state() == before
 
 
 def test_stats_of_a_store_with_a_broken_or_missing_corpus_still_counts(store: Path) -> None:

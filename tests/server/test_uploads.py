@@ -257,6 +257,7 @@ def test_a_store_that_is_read_only_takes_no_files(demo_engine: BlendEngine) -> N
         (["--api-key-file", "none"], "expected one of them"),
         (["--cors-origin", "*"], "every web page"),
         (["--host", "0.0.0.0", "--port", "0"], "expected an address of this machine only"),
+        (["--read-only"], "--writable with --read-only, expected one of them"),
         (["--ray"], "expected no --writable"),
     ],
 )

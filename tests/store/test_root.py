@@ -73,7 +73,7 @@ def test_a_link_to_a_directory_is_followed(lab, root, tmp_path):
 def test_a_directory_of_another_user_is_refused_for_writing(lab, make_store, root):
     os.chown(lab.fill(root, [1]), 65534, 65534)
     assert_refused(root, "owned by user 65534")
-    assert_refused(root, "open it in Python with read_only=True or choose another store")
+    assert_refused(root, "open it with read_only=True (--read-only) or choose another store")
     assert lab.is_right(make_store(read_only=True), 1)
 
 

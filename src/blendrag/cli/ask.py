@@ -58,7 +58,7 @@ PASSAGE_CHARS = 80
 
 
 @reporting
-@options.takes(*options.ENGINE, *options.REQUEST, max_new_tokens=options.ANSWER_TOKENS)
+@options.takes(*options.ENGINE, "read_only", *options.REQUEST, max_new_tokens=options.ANSWER_TOKENS)
 def ask(
     context: typer.Context,
     question: Annotated[str, typer.Argument(help="The question.", show_default=False)],
@@ -106,7 +106,7 @@ def ask(
 
 
 @reporting
-@options.takes(*options.ENGINE, *options.REQUEST, max_new_tokens=options.ANSWER_TOKENS)
+@options.takes(*options.ENGINE, "read_only", *options.REQUEST, max_new_tokens=options.ANSWER_TOKENS)
 def chat(
     context: typer.Context,
     only: options.Only = None,

@@ -272,7 +272,7 @@ def engine_beside(
     from blendrag.corpus.recorded_model import model_of_store
     from blendrag.engine import BlendEngine
 
-    values = given(context.params, ("dtype", "device", "decode_weights", *DEFAULTS))
+    values = given(context.params, ("dtype", "device", "decode_weights", "read_only", *DEFAULTS))
     return BlendEngine(model_of_store(store), store, beside=engine, **{**values, **more})
 
 

@@ -23,7 +23,7 @@ FIRST_CHARS = 70
 
 
 @reporting
-@options.takes("store", "embedder", "trust_remote_code", "top_k", *options.SEARCH)
+@options.takes("store", "read_only", "embedder", "trust_remote_code", "top_k", *options.SEARCH)
 def search(
     context: typer.Context,
     question: Annotated[str, typer.Argument(help="What to look for.", show_default=False)],
@@ -43,8 +43,9 @@ def search(
     given = context.params
     root, trusts = given["store"] or settings().store, bool(given["trust_remote_code"])
     name = given["reranker"] or settings().reranker
+    reads_only = bool(given["read_only"])
     # an embedder is imported and loaded when something is looked for
-    with Corpus.open(root) as corpus, without_collection():
+    with Corpus.open(root, read_only=reads_only) as corpus, without_collection():
         embedder = embedder_of(
             corpus.manifest, root, given["embedder"] or settings().embedder, trusts
         )

@@ -36,7 +36,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @reporting
-@options.takes(*options.NEW_CORPUS, *options.DEFAULTS, *options.LIMITS)
+@options.takes(*options.NEW_CORPUS, "read_only", *options.DEFAULTS, *options.LIMITS)
 def serve(
     context: typer.Context,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
@@ -103,8 +103,9 @@ def serve(
     from blendrag.server.cross_origin import checked_origins
 
     hosts, origins = checked_hosts(allow_host or ()), checked_origins(cors_origin or ())
+    reads_only = bool(context.params["read_only"])
     if writable:
-        _check_writable(api_key_file, origins)
+        _check_writable(api_key_file, origins, reads_only)
     keys, text = ApiKeys(all_may_write=writable), None
     if api_key_file is not None:
         text = options.read_text(
@@ -117,6 +118,10 @@ def serve(
         for name in (name for name, is_given in of_uploads.items() if is_given):
             raise InvalidInputError(
                 f"{name} with --ray, expected no {name}; replicas take no files"
+            )
+        if reads_only:
+            raise InvalidInputError(
+                "--read-only with --ray, expected one of them; replicas keep KV in the store"
             )
         if further:
             raise InvalidInputError(
@@ -191,7 +196,7 @@ def serve(
         others = [service.beside(other, name) for name, other in beside.items()]
         at.listen()
         if record is not None:
-            for each in (service, *others):
+            for each in () if reads_only else (service, *others):
                 of_store = replace(record, model=each.engine.model_name, name=each.name)
                 following.enter_context(server_record.written(each.engine.root, of_store))
         shown = f"[{host}]" if ":" in host else host
@@ -246,7 +251,7 @@ def _memory(*engines: BlendEngine) -> str:
     )
 
 
-def _check_writable(api_key_file: Path | None, origins: Sequence[str]) -> None:
+def _check_writable(api_key_file: Path | None, origins: Sequence[str], reads_only: bool) -> None:
     """Raise :class:`InvalidInputError` for options that exclude ``--writable``."""
     from blendrag.server.cross_origin import ANY
 
@@ -254,6 +259,10 @@ def _check_writable(api_key_file: Path | None, origins: Sequence[str]) -> None:
         raise InvalidInputError(
             "--writable with --api-key-file, expected one of them; a line of the file that ends in 'write' "
             "may change documents"
+        )
+    if reads_only:
+        raise InvalidInputError(
+            "--writable with --read-only, expected one of them; leave out the other"
         )
     if ANY in origins:
         raise InvalidInputError(
@@ -289,7 +298,7 @@ def _follow(context: typer.Context) -> bool:
 
     root = (context.params["store"] or settings().store).absolute()
     remote = context.params["remote"] or settings().remote
-    if remote is None or not sharing.may_follow(root):
+    if remote is None or context.params["read_only"] or not sharing.may_follow(root):
         return False
     given = replace(settings(), remote=remote)
     with StatusLine("following the published corpus"), snapshots.remote_root(given) as there:

@@ -72,7 +72,6 @@ class Reranker:
         return self._model
 
     def _open(self, local_files_only: bool) -> CrossEncoder:
-        from sentence_transformers import CrossEncoder
         from transformers import AutoConfig
 
         options: dict[str, Any] = {"local_files_only": local_files_only}
@@ -89,6 +88,8 @@ class Reranker:
                 f"reranker {self._shown} is a {made_for} with {config.num_labels} outputs, expected a "
                 "cross-encoder (…ForSequenceClassification with one); name another, or none"
             )
+        from sentence_transformers import CrossEncoder  # takes seconds, so once the model is there
+
         if not self._trust_remote_code:
             options["model_kwargs"] = {"weights_only": True}
         with no_progress_bars():

@@ -75,7 +75,7 @@ def _check_owned(root: Path, read_only: bool) -> bool:
     if status.st_uid != os.geteuid() and not read_only:
         raise _refused(
             f"store {root}{of_variable('store', root)} is owned by user {status.st_uid}, expected "
-            f"{os.geteuid()}; change its owner, open it in Python with read_only=True"
+            f"{os.geteuid()}; change its owner, open it with read_only=True (--read-only)"
         )
     if not read_only and not os.access(root, os.W_OK | os.X_OK):
         logger.warning("store %s cannot be written: reads work, nothing new is kept", root)
