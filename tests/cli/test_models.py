@@ -169,6 +169,19 @@ def test_what_cannot_be_loaded_is_not_pulled(
     assert "me/model needs 9.8 KiB, but " in result.stderr
 
 
+def test_a_model_that_is_here_without_the_hub_is_not_asked_for(
+    holds: Callable[..., Pulled], tmp_path: Path
+) -> None:
+    pulled = holds(SAFE)
+    here = {"demo": "--model demo", "minilm-offline": "--embedder minilm-offline"}
+    for name, given in {**here, str(tmp_path): f"--model {tmp_path}"}.items():
+        said = refused("models", "pull", name)
+        assert (
+            f"is on this machine already, expected a model of the hub; give it as {given}" in said
+        )
+    assert pulled == []
+
+
 @pytest.mark.parametrize(
     ("cause", "says"),
     [

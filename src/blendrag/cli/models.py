@@ -98,6 +98,7 @@ def pull(
     """Download what is missing of a model on the hub into its local cache."""
     kept = "complete files are kept; repeat the command to go on"
     begin(verbose, kept, loads_torch=False, shows_downloads=True)
+    _require_of_hub(name)
     from huggingface_hub import constants, snapshot_download
 
     gguf = _GGUF.fullmatch(name)
@@ -120,6 +121,18 @@ def pull(
     else:
         echo(f"{name} is in {place}")
     return DONE
+
+
+def _require_of_hub(name: str) -> None:
+    """Raise :class:`ModelLoadError` for a model that a package holds, and for a path to one."""
+    use = next((each.use for each in local_models.shipped() if each.name == name), None)
+    if use is None and Path(name).is_absolute() and Path(name).exists():
+        use = "--model"
+    if use is not None:
+        raise ModelLoadError(
+            f"{quoted(name)} is on this machine already, expected a model of the hub; give it as "
+            f"{use} {name}"
+        )
 
 
 def _planned(name: str, repository: str, gguf: str | None) -> list[DryRunFileInfo]:
