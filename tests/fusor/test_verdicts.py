@@ -36,6 +36,16 @@ def test_a_verdict_holds_for_its_model_device_libraries_and_gate(empty_cache, mo
     assert verdicts.recall(NAMESPACE, CPU) is None
 
 
+def test_looking_for_a_verdict_writes_nothing(empty_cache):
+    assert verdicts.recall(NAMESPACE, CPU) is None
+    assert not empty_cache.exists()
+    verdicts.remember(NAMESPACE, CPU, VERDICT)
+    written = database(empty_cache).stat().st_mtime_ns
+    assert verdicts.recall(NAMESPACE, CPU) == VERDICT
+    assert [*database(empty_cache).parent.iterdir()] == [database(empty_cache)]
+    assert database(empty_cache).stat().st_mtime_ns == written
+
+
 def test_verdicts_are_readable_by_their_owner_only(empty_cache):
     verdicts.remember(NAMESPACE, CPU, VERDICT)
     assert {path.stat().st_mode & 0o077 for path in database(empty_cache).parent.iterdir()} == {0}
