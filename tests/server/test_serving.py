@@ -138,6 +138,12 @@ def test_a_model_that_cannot_be_blended_is_refused_at_the_start(tmp_path: Path) 
     assert "use mode full" in said
 
 
+def test_a_wrong_reranker_is_refused_at_the_start(model_dir: Path, tmp_path: Path) -> None:
+    given = ("--model", model_dir, "--store", tmp_path, "--reranker", tmp_path / "none")
+    said = refused("serve", *given, "--port", "0")
+    assert f"reranker '{tmp_path / 'none'}' cannot be loaded" in said
+
+
 def test_such_a_model_is_served_in_mode_full(tmp_path: Path) -> None:
     given = {"tokenizer": tiny.tokenizer(), "mode": "full", "max_new_tokens": 2}
     with (

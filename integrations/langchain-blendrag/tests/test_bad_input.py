@@ -78,6 +78,7 @@ async def test_a_prompt_longer_than_the_context_is_refused_without_warnings(
     ("options", "sentence"),
     [
         ({"temperatur": 0.5}, "temperatur: not a field of .*; did you mean temperature"),
+        ({"reranker": "x"}, r"reranker: not a field of .*, but of the engine; give engine=Blend"),
         ({"zzz": 0.5}, "zzz: not a field of .*; expected .*, store, .*, top_p"),
         ({"policy": "best"}, "policy 'best' is not one of"),
         ({"max_tokens": "many"}, "max_new_tokens\n"),

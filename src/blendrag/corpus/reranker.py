@@ -32,6 +32,11 @@ class Reranker:
         self._model: CrossEncoder | None = None
         self._lock = threading.Lock()
 
+    def open(self) -> None:
+        """Load the model. Raises as :meth:`scores`."""
+        with self._lock:
+            self._loaded()
+
     def scores(self, question: str, texts: Sequence[str], check: Check = proceed) -> np.ndarray:
         """How well each text answers the question, larger is better.  float32 [n]
 

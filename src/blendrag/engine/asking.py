@@ -59,6 +59,12 @@ class Asking:
     def open(self) -> None:
         """See :meth:`BlendEngine.open_retrieval`."""
         _ = self._corpus.retriever().embedder.dim
+        self.open_reranker()
+
+    def open_reranker(self) -> None:
+        """Load the reranker, if there is one. Raises :class:`ModelLoadError`, :class:`InvalidInputError`."""
+        if (reranker := self._corpus.reranker) is not None:
+            reranker.open()
 
     def retrieve(
         self,

@@ -445,7 +445,10 @@ class BlendEngine:
         return self.kv_namespace.root
 
     def open_retrieval(self) -> None:
-        """Load the embedder, which the first question does otherwise. Raises as :meth:`require_corpus`."""
+        """Load the embedder and the reranker, which the first question does otherwise.
+
+        Raises as :meth:`require_corpus`.
+        """
         self.asking.open()
 
     def use_embedder(self, embedder: Embedder) -> None:

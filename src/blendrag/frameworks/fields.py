@@ -48,9 +48,15 @@ CONFIG = ConfigDict(
 )
 
 
+_OF_ENGINES = Elsewhere(
+    {"reranker"}, "the engine", "give engine=BlendEngine(…, reranker=…), or set BLENDRAG_RERANKER"
+)
+
+
 def check_keywords(kind: type, given: Iterable[str]) -> None:
     """Raise :class:`InvalidInputError` for keywords that ``kind``, not a pydantic model, does not take."""
-    refuse_unknown(given, inspect.signature(kind).parameters, f"a field of {kind.__name__}")
+    names = inspect.signature(kind).parameters
+    refuse_unknown(given, names, f"a field of {kind.__name__}", elsewhere=_OF_ENGINES)
 
 
 class NamedEngineFields(BaseModel):
@@ -124,7 +130,7 @@ class EngineFields(NamedEngineFields):
             valid = [field.alias or name for name, field in cls.model_fields.items()]
             extra = [each["loc"] for each in exc.errors() if each["type"] == "extra_forbidden"]
             unknown = [str(place[0]) for place in extra if len(place) == 1]
-            refuse_unknown(unknown, valid, f"a field of {cls.__name__}")
+            refuse_unknown(unknown, valid, f"a field of {cls.__name__}", elsewhere=_OF_ENGINES)
             raise
 
     @model_validator(mode="after")

@@ -54,8 +54,10 @@ MAX_READ_WAIT_S = 1.0
 def open_engine(engine: BlendEngine, needs_blending: bool) -> str:
     """Load what requests need; why retrieval is refused, if it is.
 
-    Raises :class:`UnsupportedModelError` if the model cannot answer in the engine's mode.
+    Raises :class:`UnsupportedModelError` if the model cannot answer in the engine's mode, and what a wrong
+    reranker raises.
     """
+    engine.asking.open_reranker()
     engine.open()
     if needs_blending:
         engine.adapter.require_mode(engine.settings.mode)
