@@ -171,6 +171,7 @@ def test_importing_the_corpus_and_text_rooms_loads_no_heavy_library() -> None:
         "import sys; import blendrag.text.chunking, blendrag.text.readers, blendrag.text.recognition\n"
         "import blendrag.corpus.retriever; blendrag.corpus.retriever.Embedder('x')\n"
         "heavy = {'torch', 'transformers', 'faiss', 'sentence_transformers'} & set(sys.modules)\n"
+        "heavy |= {'bs4', 'charset_normalizer', 'pathspec', 'lxml'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

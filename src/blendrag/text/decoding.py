@@ -10,9 +10,6 @@ import codecs
 import re
 from typing import NamedTuple
 
-from bs4.dammit import EncodingDetector
-from charset_normalizer import from_bytes, is_binary
-
 #: Enough to tell whether a file is text.
 BEGINNING_BYTES = 64 * 1024
 
@@ -96,9 +93,9 @@ def _encoding_of(data: bytes, is_whole: bool) -> str | None:
     nuls = data.count(b"\0")
     # a few NUL bytes in a log are damage
     if nuls > len(data) / 100 and (nuls > 1 or len(data) < 32):
-        return None if is_binary(data[:BEGINNING_BYTES]) else _guessed(data, _WIDE)
+        return None if _is_binary(data) else _guessed(data, _WIDE)
     encoding = _narrow(data.replace(b"\0", b"") if nuls else data, is_whole)
-    if encoding is None and nuls and not is_binary(data[:BEGINNING_BYTES]):
+    if encoding is None and nuls and not _is_binary(data):
         return _guessed(data, _WIDE)  # Chinese in UTF-16 has few NUL bytes
     return encoding
 
@@ -139,6 +136,8 @@ def _declared(data: bytes) -> str | None:
         return None
     name: str | None = None
     if beginning.lstrip().startswith(b"<"):
+        from bs4.dammit import EncodingDetector
+
         name = EncodingDetector.find_declared_encoding(beginning, is_html=True)
     elif found := _PYTHON.match(beginning):
         name = found[1].decode("ascii", "ignore")
@@ -164,8 +163,16 @@ def _is_plausible(text: str) -> bool:
     return odd <= max(2, len(text) / 20)
 
 
+def _is_binary(data: bytes) -> bool:
+    from charset_normalizer import is_binary
+
+    return is_binary(data[:BEGINNING_BYTES])
+
+
 def _guessed(data: bytes, encodings: list[str]) -> str | None:
     """Windows-1252 wins a tie: short texts fit several encodings."""
+    from charset_normalizer import from_bytes
+
     found = from_bytes(data, cp_isolation=encodings)
     if not found:  # its default allows little that is unusual
         found = from_bytes(data, cp_isolation=encodings, threshold=0.5)

@@ -19,8 +19,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pathspec import GitIgnoreSpec
-
 from blendrag.errors import InvalidInputError, UnreadableDocumentError, check_unicode
 from blendrag.store import regular_files
 from blendrag.store.identity import digest_fields
@@ -33,6 +31,7 @@ from blendrag.text.tables import markdown_table
 
 if TYPE_CHECKING:
     from bs4 import BeautifulSoup
+    from pathspec import GitIgnoreSpec
 
 MetadataValue = str | int | float | bool | list[str | int | float | bool]
 #: Metadata of what was read from a file: the day of its last change, in UTC, as ``2026-11-26``.
@@ -176,6 +175,8 @@ def scan_inputs(paths: Sequence[Path], patterns: Patterns = ALL, most: int = sys
 
 
 def _compiled(patterns: Sequence[str]) -> GitIgnoreSpec:
+    from pathspec import GitIgnoreSpec
+
     try:
         return GitIgnoreSpec.from_lines(patterns)
     except ValueError as exc:
