@@ -120,6 +120,18 @@ def test_values_and_position_free_keys_do_not_move(model):
             assert torch.equal(moved(model, here.keys[0], layer, 900), here.keys[0])
 
 
+def test_positions_are_measured_in_one_forward_as_each_reads_all_weights():
+    made, forwards = tiny.llama(), 0
+
+    def count(*_: Any) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    made.model.register_forward_pre_hook(count)
+    assert tiny.adapter(made).refusal is None
+    assert forwards == 1
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_keys_are_rotated_in_float32_and_rounded_once(dtype):
     adapter = tiny.adapter(tiny.llama().to(dtype))

@@ -365,21 +365,29 @@ class ModelAdapter:
         self,
         ids: Sequence[int],
         offset: int = 0,
-        step: int = 1,
         after_kv: Callable[[], None] | None = None,
     ) -> DynamicCache:
-        """KV of ``ids`` at positions ``offset``…, ``step`` apart.
+        """KV of ``ids`` at positions ``offset``….
 
         The LM head is not run; sliding-window layers keep every token. ``after_kv``: called in the forward
         when the last layer has K and V; may end it by :class:`KVComplete`.
         """
+        return self._prefill([ids], [range(offset, offset + len(ids))], after_kv)
+
+    def _prefill(
+        self,
+        ids: Sequence[Sequence[int]],
+        at: Sequence[Sequence[int]],
+        after_kv: Callable[[], None] | None = None,
+    ) -> DynamicCache:
+        """KV of texts of one length, each of whose tokens is at its position."""
         assert self._stack is not None
         # With a config, sliding-window layers would keep only window-1 tokens.
         cache = (
             DynamicCache() if after_kv is None else _NoticedCache(len(self.layout.layers), after_kv)
         )
-        batch = torch.tensor([list(ids)], device=self.device)
-        positions = offset + step * torch.arange(len(ids), device=self.device)[None]
+        batch = torch.tensor([list(row) for row in ids], device=self.device)
+        positions = torch.tensor([list(row) for row in at], device=self.device)
         with self.uncompiled(), self.own_tables(), suppress(KVComplete):
             self._stack.base(
                 input_ids=batch, position_ids=positions, past_key_values=cache, use_cache=True
@@ -456,25 +464,35 @@ class ModelAdapter:
         fingerprint.loaded(self.model)  # raises for weights that have no fingerprint
         self._stack = stack = find_stack(self.model)
         vocab = self.model.get_input_embeddings().num_embeddings
-        ids = [(17 + 31 * i) % vocab for i in range(PROBE_TOKENS)]
+        ids, different = (
+            [(first + step * i) % vocab for i in range(PROBE_TOKENS)]
+            for first, step in ((17, 31), (5, 97))
+        )
+        # Learned positions end with their table, and a length-dependent table changes at its limit.
+        reach = (self.blend_limit_tokens or self.context_tokens) - PROBE_TOKENS
+        deltas = sorted({max(1, min(delta, reach)) for delta in PROBE_OFFSETS})
+        counted = [range(at, at + PROBE_TOKENS) for at in (0, *deltas, 0)]
         try:
-            first = self.prefill_at(ids)
+            # one forward: each would read all weights
+            cache = self._prefill(
+                [*[ids] * (1 + len(deltas)), different, ids[:1] * PROBE_TOKENS],
+                [*counted, [0] * PROBE_TOKENS],
+            )
         except TypeError as exc:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} takes no position_ids, so its KV cannot be placed; "
                 "use mode full"
             ) from exc
-        self._layout = layout_of(first, len(stack.layers), PROBE_TOKENS, type(self.model).__name__)
+        self._layout = layout_of(cache, len(stack.layers), PROBE_TOKENS, type(self.model).__name__)
+        first, *moved, others, still = (
+            [(layer.keys[row], layer.values[row]) for layer in cache.layers]
+            for row in range(len(counted) + 1)
+        )
 
-        def kv_at(offset: int, ids: Sequence[int] = ids, step: int = 1) -> LayersKV:
-            cache = self.prefill_at(ids, offset, step)
+        def kv_at(offset: int, ids: Sequence[int] = ids) -> LayersKV:
+            cache = self.prefill_at(ids, offset)
             return [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
-        # Learned positions end with their table, and a length-dependent table changes at its limit.
-        reach = (self.blend_limit_tokens or self.context_tokens) - PROBE_TOKENS
-        shifted = {delta: kv_at(delta) for delta in (max(1, min(d, reach)) for d in PROBE_OFFSETS)}
-        others = kv_at(0, [(5 + 97 * i) % vocab for i in range(PROBE_TOKENS)])
-        still = kv_at(0, ids[:1] * PROBE_TOKENS, step=0)
         again = None
         if fingerprint.is_quantised(self.model):
             longer = kv_at(0, ids + ids[::-1])
@@ -483,10 +501,8 @@ class ModelAdapter:
         if getattr(stack.rotary, "rope_type", None) == "longrope":
             with suppress(UnsupportedModelError, TypeError, ValueError, IndexError, RuntimeError):
                 self._probe_long(kv_at, others, still)
-        at_start: LayersKV = [(layer.keys[0], layer.values[0]) for layer in first.layers]
-        self._repositioner = classify(
-            at_start, shifted, others, still, stack, self.precision, again
-        )
+        shifted = dict(zip(deltas, moved, strict=True))
+        self._repositioner = classify(first, shifted, others, still, stack, self.precision, again)
 
     def _probe_long(
         self, kv_at: Callable[..., LayersKV], others: LayersKV, still: LayersKV

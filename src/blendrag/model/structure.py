@@ -206,8 +206,9 @@ def layout_of(cache: DynamicCache, layers: int, tokens: int, name: str) -> KVLay
         if not isinstance(keys, torch.Tensor) or not isinstance(values, torch.Tensor):
             raise UnsupportedModelError(f"layer {i} of {name} keeps no KV; use mode full")
         if keys.ndim != 4 or keys.shape[-2] != tokens or keys.shape[:3] != values.shape[:3]:
+            shapes_of_one = f"keys {tuple(keys.shape[1:])} and values {tuple(values.shape[1:])}"
             raise UnsupportedModelError(
-                f"layer {i} of {name} keeps keys {tuple(keys.shape)} and values {tuple(values.shape)} for "
+                f"layer {i} of {name} keeps {shapes_of_one} for "
                 f"{tokens} tokens; blending needs one of each per token and head; use mode full"
             )
         shapes.append(LayerShape.of(keys, values))
