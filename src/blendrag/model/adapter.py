@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
-from blendrag.errors import InvalidInputError, UnsupportedModelError
+from blendrag.errors import InvalidInputError, UnsupportedModelError, is_out_of_memory
 from blendrag.model import composition, continuation, fingerprint, measurements
 from blendrag.model.compat import attention_name, is_compiled, origin, unwrapped
 from blendrag.model.composition import RECORD_VERSION, Composition, CompositionChecks
@@ -394,6 +394,18 @@ class ModelAdapter:
             )
         return cache
 
+    def _prefilled_once(
+        self, ids: Sequence[Sequence[int]], at: Sequence[Sequence[int]]
+    ) -> list[DynamicCache]:
+        """:meth:`_prefill` in one forward, as each reads all weights; in several for a model that takes only
+        one text."""
+        try:
+            return [self._prefill(ids, at)]
+        except Exception as exc:
+            if isinstance(exc, TypeError) or is_out_of_memory(exc):
+                raise
+            return [self._prefill([row], [places]) for row, places in zip(ids, at, strict=True)]
+
     @torch.inference_mode()
     def _find_continuation(self) -> None:
         """Measure whether the refused model can go on from a stored beginning."""
@@ -472,21 +484,21 @@ class ModelAdapter:
         reach = (self.blend_limit_tokens or self.context_tokens) - PROBE_TOKENS
         deltas = sorted({max(1, min(delta, reach)) for delta in PROBE_OFFSETS})
         counted = [range(at, at + PROBE_TOKENS) for at in (0, *deltas, 0)]
+        texts = [*[ids] * (1 + len(deltas)), different, ids[:1] * PROBE_TOKENS]
+        at = [*counted, [0] * PROBE_TOKENS]
         try:
-            # one forward: each would read all weights
-            cache = self._prefill(
-                [*[ids] * (1 + len(deltas)), different, ids[:1] * PROBE_TOKENS],
-                [*counted, [0] * PROBE_TOKENS],
-            )
+            caches = self._prefilled_once(texts, at)
         except TypeError as exc:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} takes no position_ids, so its KV cannot be placed; "
                 "use mode full"
             ) from exc
-        self._layout = layout_of(cache, len(stack.layers), PROBE_TOKENS, type(self.model).__name__)
+        name = type(self.model).__name__
+        self._layout = layout_of(caches[0], len(stack.layers), PROBE_TOKENS, name)
         first, *moved, others, still = (
             [(layer.keys[row], layer.values[row]) for layer in cache.layers]
-            for row in range(len(counted) + 1)
+            for cache in caches
+            for row in range(len(cache.layers[0].keys))
         )
 
         def kv_at(offset: int, ids: Sequence[int] = ids) -> LayersKV:
