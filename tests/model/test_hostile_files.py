@@ -174,6 +174,24 @@ def test_without_the_weights_too(load: Callable[[str], object], checkpoint: str)
         load(checkpoint)
 
 
+def test_files_are_checked_once_until_one_of_them_changes(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[Path] = []
+    monkeypatch.setattr(
+        "blendrag.model.loading.check_model_files", lambda folder, _: checked.append(folder)
+    )
+    load_tokens(checkpoint)
+    load_adapter(checkpoint)
+    assert checked == [Path(checkpoint)]
+    file = Path(checkpoint, "config.json")
+    was, text = file.stat(), file.read_text(encoding="utf-8")
+    file.write_text(text.replace("1", "2"), encoding="utf-8")
+    os.utime(file, ns=(was.st_atime_ns, was.st_mtime_ns))
+    load_tokens(checkpoint)
+    assert len(checked) == 2
+
+
 def test_a_vocabulary_for_each_layer_is_no_count_of_layers(checkpoint: str) -> None:
     """Gemma 3n and 4 have it."""
     config(vocab_size_per_layer_input=262_144)(Path(checkpoint))

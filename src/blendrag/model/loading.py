@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from functools import lru_cache
 from importlib.util import find_spec
@@ -165,7 +165,24 @@ def _check_files(name: str, trust_remote_code: bool = False, **hub: Any) -> None
         if (cached := _cached_config(name, **where)) is None:
             return
         folder = cached.parent
-    check_model_files(folder / (hub.get("subfolder") or ""), trust_remote_code)
+    folder /= hub.get("subfolder") or ""
+    _check_once(folder, trust_remote_code, _states(folder))
+
+
+@lru_cache(maxsize=32)
+def _check_once(folder: Path, trust_remote_code: bool, _: Hashable) -> None:
+    """Check files that are as they are now; tokenizers and weights are opened one after the other."""
+    check_model_files(folder, trust_remote_code)
+
+
+def _states(folder: Path) -> Hashable:
+    """What changes with any file in the folder."""
+    with suppress(OSError):
+        found = [(file.name, file.stat()) for file in sorted(folder.iterdir())]
+        return tuple(
+            (name, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns) for name, at in found
+        )
+    return object()
 
 
 def _pretrained(kind: str, name: str, **options: Any) -> Any:
