@@ -341,21 +341,22 @@ def _cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "blendrag"
 
 
-def _variable(name: str) -> str:
+def variable_of(name: str) -> str:
+    """The name of the variable that sets an option."""
     return f"{_VARIABLES}{name.upper()}"
 
 
 def of_variable(name: str, value: object) -> str:
     """`` (BLENDRAG_NAME)``, for an error about the ``value`` of an option that is looked at only when it is
     used, if that variable has the value; otherwise nothing."""
-    written = os.environ.get(_variable(name))
+    written = os.environ.get(variable_of(name))
     if not written:
         return ""
     with suppress(InvalidOptionError):
         held = OPTIONS[name].read(written)
         is_key = isinstance(held, Mapping) and value in held
         if is_key or str(value) in (str(held), os.path.abspath(os.path.expanduser(written))):
-            return f" ({_variable(name)})"
+            return f" ({variable_of(name)})"
     return ""
 
 
@@ -365,7 +366,7 @@ def _warn_of_unknown_variables(names: Mapping[str, str]) -> None:
     if unknown := sorted(set(set_ones).difference(names)):
         # without what all have in common, which makes any two look alike
         near = near_names([each[len(_VARIABLES) :].lower() for each in unknown], names.values())
-        meant = did_you_mean(map(_variable, near), "docs/options.md lists the variables")
+        meant = did_you_mean(map(variable_of, near), "docs/options.md lists the variables")
         log.warning("%s ignored: no setting of that name; %s", ", ".join(unknown), meant)
 
 
@@ -429,7 +430,7 @@ class Settings:
         Raises :class:`InvalidOptionError`, which names the variable.
         """
         given = {}
-        names = {_variable(each.name): each.name for each in fields(cls)}
+        names = {variable_of(each.name): each.name for each in fields(cls)}
         _warn_of_unknown_variables(names)
         for variable, name in names.items():
             if written := os.environ.get(variable):

@@ -190,6 +190,17 @@ def test_a_filter_that_the_server_refuses_opens_no_model(
         asked(demo_engine.root, **given)
 
 
+def test_a_wrong_variable_that_the_server_refuses_is_named(
+    served: Live, demo_engine: BlendEngine, opens_no_model: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BLENDRAG_POLICY", "nonsense")
+    settings.cache_clear()
+    with announced(served, demo_engine.root):
+        told = invoke("ask", QUESTION, "--store", demo_engine.root)
+    settings.cache_clear()
+    assert told.stderr.startswith("error: BLENDRAG_POLICY 'nonsense'")
+
+
 @pytest.mark.parametrize("command", ["ask", "chat"])
 def test_a_store_without_documents_is_refused_once(
     served: Live,

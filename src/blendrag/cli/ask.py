@@ -235,7 +235,7 @@ class _Conversation:
             try:
                 return self.server.ask(question, self.history)
             except NotServed as why:
-                if (error := why.error_here) is not None:
+                if (error := why.error_here(self.context.params)) is not None:
                     raise error from why
                 self.server.not_used(why)
                 self.server = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import http.client
 import json
+import os
 import secrets
 import select
 import socket
@@ -25,7 +26,7 @@ import typer
 from blendrag import __version__
 from blendrag.cli import options
 from blendrag.cli.output import say
-from blendrag.config import Settings, absolute_model, settings
+from blendrag.config import Settings, absolute_model, settings, variable_of
 from blendrag.errors import (
     BlendragError,
     InvalidInputError,
@@ -88,9 +89,9 @@ class NotServed(Exception):
         super().__init__(why)
         self.error = error or {}
 
-    @property
-    def error_here(self) -> BlendragError | None:
-        """What the command would refuse the question with, too, after it has opened the model."""
+    def error_here(self, given: Mapping[str, Any]) -> BlendragError | None:
+        """What the command with these options would refuse the question with, too, after it has opened the
+        model."""
         param, code = self.error.get("param"), self.error.get("code")
         message = str(self.error.get("message", ""))
         if code == TOO_LONG:
@@ -106,6 +107,8 @@ class NotServed(Exception):
         if name == "mode":  # its values are checked before: the model has no such mode
             return UnsupportedModelError(message)
         wrong = message if name == "generate_kwargs" else message.removeprefix(f"{param} ")
+        if given.get(name) is None and os.environ.get(variable_of(name)):
+            name = variable_of(name)
         return InvalidOptionError(name, wrong)
 
 
@@ -233,7 +236,7 @@ def pieces(context: typer.Context, question: str) -> ServedPieces | None:
     try:
         found = server.ask(question)
     except NotServed as why:
-        if (error := why.error_here) is not None:
+        if (error := why.error_here(context.params)) is not None:
             raise error from why
         server.not_used(why)
         return None

@@ -193,7 +193,7 @@ def of_body(error: RequestValidationError) -> Refusal:
         )
     if first["loc"][0] == "query":
         name = str(first["loc"][-1])
-        return wrong_field(name, f"is missing in the query, as in ?{name}=…")
+        return wrong_field(name, f"is missing in the query; add it, as in ?{name}=…")
     if not isinstance(error.body, Mapping):
         return Refusal(400, "the body is not a JSON object; send one")
     # where several types are allowed, the one that fits best has its error deepest
