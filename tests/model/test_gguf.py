@@ -130,7 +130,9 @@ def test_a_quantised_file_decodes_with_its_own_numbers(tmp_path, monkeypatch, bl
             answers.append(engine.generate("what did the company do?", asked))
             weights = engine.kv_namespace.model.decode_weights.now()
         assert len(packed) == 1 - i
-        assert set(weights.layers_by_format) == {kind}
+        kinds = {at: layer.kind.name for at, layer in weights.layers.items()}
+        assert kinds.pop("lm_head") == "int4"
+        assert {*kinds.values()} == {kind}
         layer = weights.layers["model.layers.1.mlp.down_proj"]
         found = layer.multiply(torch.eye(expected.shape[1], dtype=torch.bfloat16)).float().T
         assert (found - expected).norm() < 0.0035 * expected.norm()

@@ -42,7 +42,8 @@ def report(ray: Any) -> Iterator[dict[str, Any]]:
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv("RAY_TMPDIR", directory)
-        prepare(Path(directory), STREAMS, tokens=40, load=4)
+        # so many tokens that the first stream runs on when the last one begins
+        prepare(Path(directory), STREAMS, tokens=160, load=4)
         # little load, which takes the time of the replica that starts
         yield measure(Path(directory), 2, busy_s=0.8, target_ongoing_requests=0.2)
 
