@@ -207,7 +207,9 @@ def _compile_tests(config: pytest.Config) -> None:
         path = Path(argument.partition("::")[0]).absolute()
         for file in path.rglob("test_*.py") if path.is_dir() else [path]:
             compiled = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
-            if not compiled.exists():
+            if compiled.exists():
+                continue
+            with contextlib.suppress(OSError, SyntaxError, ValueError):  # the workers report it
                 compiled.parent.mkdir(exist_ok=True)
                 source, code = rewrite._rewrite_test(file, config)
                 rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, compiled)
