@@ -242,7 +242,8 @@ def test_a_server_whose_first_following_failed_does_not_serve_an_empty_corpus(
         one.ingest([tiny.document(0)])
         one.publish()
     root = tmp_path / "two"
-    context = SimpleNamespace(params={"store": root, "remote": f"file://{bucket}"})
+    params = {"store": root, "remote": f"file://{bucket}", "read_only": None}
+    context = SimpleNamespace(params=params)
     (bucket / "corpus" / lost).rename(bucket / "gone")
     for _ in range(2):
         with pytest.raises(StoreUnavailableError, match="is missing"):

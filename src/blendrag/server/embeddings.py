@@ -26,7 +26,7 @@ def texts_of(body: EmbeddingBody) -> list[str]:
     texts = [body.input] if isinstance(body.input, str) else body.input
     if not texts or len(texts) > MAX_TEXTS:
         raise wrong_field(
-            "input", f"has {len(texts)} texts, expected 1 to {MAX_TEXTS}; send so many"
+            "input", f"has {len(texts)} texts, expected 1 to {MAX_TEXTS}; send that many"
         )
     if not all(isinstance(text, str) and text.strip() for text in texts):
         raise wrong_field(
