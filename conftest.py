@@ -194,26 +194,6 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is imported."""
     if IS_WORKER or not config.getoption("numprocesses", None):
         config.pluginmanager.register(NothingIsUnpickled())
-    elif config.getoption("assertmode") == "rewrite" and not sys.dont_write_bytecode:
-        _compile_tests(config)
-
-
-def _compile_tests(config: pytest.Config) -> None:
-    """Compile the tests of a fresh checkout once, as pytest does; otherwise each worker compiles them."""
-    from _pytest.assertion import rewrite
-
-    gc.disable()
-    for argument in config.args:
-        path = Path(argument.partition("::")[0]).absolute()
-        for file in path.rglob("test_*.py") if path.is_dir() else [path]:
-            compiled = rewrite.get_cache_dir(file) / f"{file.stem}{rewrite.PYC_TAIL}"
-            if compiled.exists():
-                continue
-            with contextlib.suppress(OSError, SyntaxError, ValueError):  # the workers report it
-                compiled.parent.mkdir(exist_ok=True)
-                source, code = rewrite._rewrite_test(file, config)
-                rewrite._write_pyc(config.stash[rewrite.assertstate_key], code, source, compiled)
-    gc.enable()
 
 
 def pytest_unconfigure() -> None:
