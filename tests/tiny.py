@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from greenlet import getcurrent
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from blendrag.corpus.embedder import Embedder
@@ -30,6 +31,7 @@ from blendrag.fusor.loader import LoadedSpan
 from blendrag.fusor.selection import Blending, SelectionPolicy
 from blendrag.model import ModelAdapter
 from blendrag.model.continuation import Continuation, KVSource, State
+from blendrag.serving.coroutine import Coroutine
 from blendrag.serving.scheduler import Pending
 from blendrag.store.identity import chunk_key, learned_namespace
 from blendrag.store.kv import ChunkKV
@@ -722,6 +724,13 @@ def first_logits(made: BlendEngine, prompt: Any, options: Options) -> tuple[torc
     finally:
         hook.remove()
     return seen[0], answer
+
+
+def is_background() -> bool:
+    """Whether the caller, a hook for example, runs in what no request waits for. That may begin as soon as
+    the last answer is there."""
+    call = getcurrent()
+    return isinstance(call, Coroutine) and call.pending.is_background
 
 
 @contextmanager

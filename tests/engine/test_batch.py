@@ -176,7 +176,7 @@ def prefills(engine: BlendEngine) -> Iterator[list[int]]:
     rows: list[int] = []
 
     def note(module: Any, args: Any, out: Any) -> None:
-        if out.shape[1] > 1:  # else a step of decoding
+        if out.shape[1] > 1 and not tiny.is_background():  # else a step of decoding
             rows.append(out.shape[1])
 
     with engine.adapter.stack.layers[2].register_forward_hook(note):

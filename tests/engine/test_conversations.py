@@ -79,6 +79,8 @@ def watched(engine: BlendEngine) -> Iterator[tuple[list[int], list[torch.Tensor]
     logits: list[torch.Tensor] = []
 
     def look(module: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        if tiny.is_background():
+            return
         rows.append(kwargs["input_ids"].shape[1])
         logits.append(out.logits[0, -1].float())
 

@@ -69,7 +69,7 @@ class Seen(NamedTuple):
 
 @contextmanager
 def watched(model: Any) -> Iterator[Seen]:
-    """Forwards over a cache of modules, and the rows of all forwards of the decoder."""
+    """Forwards over a cache of modules, and the rows of all of the decoder that requests wait for."""
     seen = Seen([], [], [])
     base = find_decoder(model).base
 
@@ -80,7 +80,8 @@ def watched(model: Any) -> Iterator[Seen]:
 
     def count(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-        seen.rows.append(ids.shape[-1])
+        if not tiny.is_background():
+            seen.rows.append(ids.shape[-1])
 
     hooks = [
         model.register_forward_hook(look, with_kwargs=True),
