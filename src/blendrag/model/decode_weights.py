@@ -47,7 +47,7 @@ COMPARED_WEIGHTS, MIN_COMPARED_ROWS = 2**16, 8
 #: 0.0017 in the weights and again in the scales; weights that are in no file's blocks differ by 0.005.
 UNPACKED_ERROR = 0.0035
 #: Logits of the likeliest tokens that are computed by the LM head's own weights. A few suffice to choose the
-#: likeliest; with so many, sampling hardly ever draws another.
+#: likeliest; the others are for sampling with ``top_k`` or ``top_p``.
 EXACT_LOGITS = 512
 #: Numbers of rows that are timed.
 TIMED_ROWS = (1, 2, 4, 8, 16, 32)

@@ -25,9 +25,8 @@ def texts_of(body: EmbeddingBody) -> list[str]:
     """The texts to embed. Raises :class:`Refusal` for too many, too long or empty ones."""
     texts = [body.input] if isinstance(body.input, str) else body.input
     if not texts or len(texts) > MAX_TEXTS:
-        raise wrong_field(
-            "input", f"has {len(texts)} texts, expected 1 to {MAX_TEXTS}; send that many"
-        )
+        remedy = "send fewer" if texts else "send one"
+        raise wrong_field("input", f"has {len(texts)} texts, expected 1 to {MAX_TEXTS}; {remedy}")
     if not all(isinstance(text, str) and text.strip() for text in texts):
         raise wrong_field(
             "input",
