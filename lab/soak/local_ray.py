@@ -19,26 +19,27 @@ import unpickling
 @contextmanager
 def local_ray(cpus: int = 2, folder: str = "") -> Iterator[Any]:
     """Its workers can import the modules of the tests. Ray binds functions of pickle when it is imported."""
-    with unpickling.allowed():
-        ray = pytest.importorskip("ray.data") and sys.modules["ray"]
-
-        path = os.environ.get("PYTHONPATH", "")
-        root = Path(__file__).resolve().parents[2]
-        os.environ["PYTHONPATH"] = f"{root}:{root / 'tests'}:{path}"
+    with pytest.MonkeyPatch.context() as patch:
+        path, root = os.environ.get("PYTHONPATH", ""), Path(__file__).resolve().parents[2]
+        patch.setenv("PYTHONPATH", f"{root}:{root / 'tests'}:{path}")
+        patch.setenv(
+            "RAY_worker_niceness", "0"
+        )  # at Ray's 15, a busy machine leaves them next to nothing
         folder = folder or tempfile.mkdtemp(prefix="r", dir="/tmp")  # sockets have short names
-        ray.init(
-            "local",
-            num_cpus=cpus,
-            include_dashboard=False,
-            object_store_memory=200 << 20,
-            _temp_dir=folder,
-            log_to_driver=False,
-            logging_level="error",
-        )
-    try:
-        yield ray
-    finally:
         with unpickling.allowed():
-            ray.shutdown()
-        os.environ["PYTHONPATH"] = path
-        shutil.rmtree(folder, ignore_errors=True)
+            ray = pytest.importorskip("ray.data") and sys.modules["ray"]
+            ray.init(
+                "local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                object_store_memory=200 << 20,
+                _temp_dir=folder,
+                log_to_driver=False,
+                logging_level="error",
+            )
+        try:
+            yield ray
+        finally:
+            with unpickling.allowed():
+                ray.shutdown()
+            shutil.rmtree(folder, ignore_errors=True)
