@@ -32,7 +32,7 @@ from blendrag.fusor.selection import Blending, SelectionPolicy
 from blendrag.model import ModelAdapter
 from blendrag.model.continuation import Continuation, KVSource, State
 from blendrag.serving.coroutine import Coroutine
-from blendrag.serving.scheduler import Pending
+from blendrag.serving.pending import Pending
 from blendrag.store.identity import chunk_key, learned_namespace
 from blendrag.store.kv import ChunkKV
 from blendrag.text.readers import Document

@@ -17,7 +17,7 @@ from blendrag.chat.forcing import (
     opening_for,
     refuse_unreadable,
 )
-from blendrag.chat.formats import format_of
+from blendrag.chat.learned import format_of
 from blendrag.chat.reply import take_apart
 from blendrag.engine import Options
 from blendrag.errors import InvalidInputError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import scripted
-from blendrag.chat.formats import format_of
+from blendrag.chat.learned import format_of
 from blendrag.chat.reply import ReplyStream
 
 SEARCH = {

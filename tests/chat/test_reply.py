@@ -13,7 +13,8 @@ import pytest
 import scripted
 import tiny
 from blendrag.chat.calls import ToolCall
-from blendrag.chat.formats import ORDER, _known, format_of
+from blendrag.chat.formats import ORDER, _known
+from blendrag.chat.learned import format_of
 from blendrag.chat.reply import Part, Reply, ReplyStream, take_apart
 from blendrag.text.matches import common_prefix
 

@@ -24,7 +24,8 @@ from blendrag.engine.stream import AnswerStream
 from blendrag.errors import InvalidInputError, NoThreadError, RequestTimeout
 from blendrag.frameworks.streaming import to_thread
 from blendrag.model.tokens import Tokens
-from blendrag.serving.scheduler import Pending, Scheduler
+from blendrag.serving.pending import Pending
+from blendrag.serving.scheduler import Scheduler
 from blendrag.text.recognition import ChunkIndex
 from corpus.small_corpus import chunk_of
 from loops import BLOCKED_S, turns_while

@@ -5,16 +5,10 @@ from __future__ import annotations
 import pytest
 
 from blendrag.errors import SchemaError
-from blendrag.schema.checking import (
-    CachedText,
-    FilledParameter,
-    Part,
-    check_context,
-    check_lengths,
-    resolve,
-)
+from blendrag.schema.checking import check_context, check_lengths, resolve
 from blendrag.schema.layout import lay_out
 from blendrag.schema.markup import parse_prompt, parse_schema
+from blendrag.schema.parts import CachedText, FilledParameter, Part
 from schema.travel import PROMPT, TRAVEL, words
 
 LETTERS = """<schema name="s">0<module name="a">a<param name="p" len="2"/></module>1

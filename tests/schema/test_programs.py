@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from blendrag.errors import InvalidInputError, SchemaError
 from blendrag.schema import programs
-from blendrag.schema.checking import FilledParameter, length_errors, resolve
+from blendrag.schema.checking import length_errors, resolve
 from blendrag.schema.markup import parse_prompt, parse_schema
+from blendrag.schema.parts import FilledParameter
 from blendrag.schema.programs import Program
 from schema.test_markup import outline
 

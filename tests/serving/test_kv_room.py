@@ -12,7 +12,8 @@ from blendrag.serving import kv_budget
 from blendrag.serving.coroutine import Coroutine
 from blendrag.serving.kv_budget import KVBudget, KVShare
 from blendrag.serving.kv_room import KVRoom
-from blendrag.serving.scheduler import Pending, Scheduler
+from blendrag.serving.pending import Pending
+from blendrag.serving.scheduler import Scheduler
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,8 @@ from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.serving import scheduler as scheduling
 from blendrag.serving.coroutine import pause
 from blendrag.serving.kv_budget import KVBudget, KVShare
-from blendrag.serving.scheduler import Pending, Scheduler
+from blendrag.serving.pending import Pending
+from blendrag.serving.scheduler import Scheduler
 from clocks import Clock
 from loops import BLOCKED_S
 

@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from langchain_core.exceptions import OutputParserException
+from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, BaseMessage
 from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
 from langchain_core.output_parsers.openai_tools import JsonOutputKeyToolsParser, PydanticToolsParser
@@ -17,22 +18,24 @@ from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from langchain_core.utils.pydantic import is_basemodel_subclass
 
-from blendrag.chat.forcing import can_force
 from blendrag.errors import InvalidInputError
 from blendrag.wording import quoted, shortened
-
-if TYPE_CHECKING:
-    from langchain_blendrag.chat_models import ChatBlend
 
 Method = Literal["function_calling", "json_schema", "json_mode"]
 
 
 def structured(
-    model: ChatBlend, schema: Any, method: Method | None, strict: bool | None, include_raw: bool
+    model: BaseChatModel,
+    can_force: Callable[[], bool],
+    schema: Any,
+    method: Method | None,
+    strict: bool | None,
+    include_raw: bool,
 ) -> Runnable[Any, Any]:
-    """``model`` followed by a parser. Opens the tokenizer unless ``method`` needs no tools."""
+    """``model`` followed by a parser. ``can_force``: whether ``model`` can be made to call a tool, asked if
+    ``method`` may need one."""
     if method is None:
-        takes_tools = schema is not None and model.apply_chat_template and _can_force(model)
+        takes_tools = schema is not None and can_force()
         method = "function_calling" if takes_tools else "json_schema"
     if method not in get_args(Method):
         raise InvalidInputError(
@@ -43,24 +46,21 @@ def structured(
             f"method {method!r} needs a schema; only json_mode works without one"
         )
     bound, parser = (
-        _by_call(model, schema, strict)
+        _by_call(model, schema, strict, can_force())
         if method == "function_calling"
         else _by_asking(model, schema, method, strict)
     )
     return _with_raw(bound, parser) if include_raw else bound | parser
 
 
-def _can_force(model: ChatBlend) -> bool:
-    tokens = model.engine.tokens
-    return tokens.has_tools and can_force(tokens, model.request_options().template_arguments)
-
-
-def _by_call(model: ChatBlend, schema: Any, strict: bool | None) -> tuple[Any, Any]:
+def _by_call(
+    model: BaseChatModel, schema: Any, strict: bool | None, is_forced: bool
+) -> tuple[Any, Any]:
     tool = convert_to_openai_tool(schema, strict=strict)
     name = tool["function"]["name"]
     bound = model.bind_tools(
         [tool],
-        tool_choice=name if _can_force(model) else None,
+        tool_choice=name if is_forced else None,
         ls_structured_output_format=_traced("function_calling", schema),
     )
     if _is_model(schema):
@@ -69,7 +69,7 @@ def _by_call(model: ChatBlend, schema: Any, strict: bool | None) -> tuple[Any, A
 
 
 def _by_asking(
-    model: ChatBlend, schema: Any, method: Method, strict: bool | None
+    model: BaseChatModel, schema: Any, method: Method, strict: bool | None
 ) -> tuple[Any, Any]:
     """In ``json_mode`` the prompt describes the schema, as with LangChain's other models."""
     wanted: dict[str, Any] = {"type": "json_object"}

@@ -22,7 +22,7 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from langchain_core.utils.json import parse_partial_json
 
-from blendrag.chat.forcing import chosen_tool, refuse_unreadable
+from blendrag.chat.forcing import can_force, chosen_tool, refuse_unreadable
 from blendrag.chat.lark import schema_of
 from blendrag.errors import InvalidInputError
 from blendrag.frameworks import schema_prompts
@@ -203,7 +203,14 @@ class ChatBlend(RequestFields, BaseChatModel):
         """
         known = ("method", "include_raw", "strict")
         refuse_unknown(kwargs, known, "an option of with_structured_output")
-        return structured(self, schema, method, strict, include_raw)
+        return structured(self, self._can_force, schema, method, strict, include_raw)
+
+    def _can_force(self) -> bool:
+        """Whether the model can be made to call a tool. Opens the tokenizer."""
+        if not self.apply_chat_template:
+            return False
+        tokens = self.engine.tokens
+        return tokens.has_tools and can_force(tokens, self.request_options().template_arguments)
 
     # -- counting -------------------------------------------------------------------------------
 

@@ -8,8 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from blendrag.chat.calls import Tools, resolved, tool_names
-from blendrag.chat.forcing import ID, CallForm, TagForm
+from blendrag.chat.forcing import CallForm, TagForm
 from blendrag.chat.lark import LENIENT, checked, dumped, literal
+from blendrag.chat.probes import ID
 from blendrag.errors import InvalidOptionError
 from blendrag.wording import quoted, shortened
 

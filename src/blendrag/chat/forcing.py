@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from blendrag.chat.calls import Tools, tool_names
-from blendrag.chat.formats import Format, format_of
+from blendrag.chat.formats import Format
+from blendrag.chat.learned import format_of
 from blendrag.chat.messages import function_call
+from blendrag.chat.probes import ARGUMENTS, ID, IDS, KEY, NAME, TOOL, USER, VALUE, try_render
 from blendrag.chat.reply import take_apart
 from blendrag.errors import InvalidInputError, InvalidOptionError
 from blendrag.text.matches import common_prefix
@@ -18,22 +20,6 @@ from blendrag.wording import quoted, shortened
 
 if TYPE_CHECKING:
     from blendrag.model.tokens import Tokens
-
-#: What probes contain: a name that no template has, an id that the strictest template (Mistral's, nine
-#: characters) takes, and one that contains the name, as Kimi's must.
-NAME, ID = "name_of_the_tool", "a1b2c3d4e"
-_IDS = (ID, f"functions.{NAME}:0")
-KEY, _VALUE = "key_of_the_probe", "text of the probe"
-_PROBE = {KEY: _VALUE}
-USER = {"role": "user", "content": "x"}
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": NAME,
-        "description": "x",
-        "parameters": {"type": "object", "properties": {KEY: {"type": "string"}}},
-    },
-}
 
 
 class TagForm(NamedTuple):
@@ -56,17 +42,6 @@ class CallForm(NamedTuple):
     """How arguments are written; ``None`` if it is not known."""
     between: str = ""
     """From the arguments of a call to the name of the next; empty if the template writes only one."""
-
-
-def try_render(tokens: Tokens, messages: Sequence[dict[str, Any]], **given: Any) -> str | None:
-    """What the chat template makes of ``messages``; ``None`` if it refuses them.
-
-    Templates check what they are given, and end in jinja errors of many kinds.
-    """
-    try:
-        return tokens.render(list(messages), **given)
-    except Exception:
-        return None
 
 
 def call_form(tokens: Tokens, template: Mapping[str, Any] | None = None) -> CallForm | None:
@@ -104,7 +79,7 @@ def _found_form(tokens: Tokens, given: tuple[tuple[str, Any], ...]) -> CallForm 
             continue
         rest, other = (text[at + len(NAME) :] for text in (empty, probe))
         same = common_prefix(rest, other)
-        written = _PROBE if same < len(rest) else {}  # some templates write no arguments
+        written = ARGUMENTS if same < len(rest) else {}  # some templates write no arguments
         after = rest[:same].rstrip("{<") if written else ""
         said = take_apart(probe[begins:], form, [TOOL])
         is_readable = any(c.name == NAME and c.arguments == written for c in said.calls)
@@ -135,7 +110,7 @@ def _with_arguments(
     between = _read_json(second)
     if isinstance(form.arguments, TagForm):
         tags = form.arguments
-        first = f"{tags.before_key}{KEY}{tags.after_key}{_VALUE}{tags.close}"
+        first = f"{tags.before_key}{KEY}{tags.after_key}{VALUE}{tags.close}"
         between = second.removeprefix(first) if second.startswith(first) else ""
     return form._replace(close=_until_turn_ends(read, tokens, given), between=between or "")
 
@@ -146,13 +121,13 @@ def _read_json(text: str) -> str | None:
         found, end = json.JSONDecoder().raw_decode(text := text.lstrip())
     except ValueError:
         return None
-    return text[end:] if found == _PROBE else None
+    return text[end:] if found == ARGUMENTS else None
 
 
 def _tags(empty: str, probe: str) -> TagForm | None:
     """The tags around the argument of the probe."""
     before, key, rest = probe.partition(KEY)
-    between, value, after = rest.partition(_VALUE)
+    between, value, after = rest.partition(VALUE)
     is_tag = ">" in between and between.rstrip()[-1:] not in "\"'"
     if not (key and value and is_tag and after.endswith(empty)):
         return None
@@ -181,11 +156,11 @@ def _renderings(tokens: Tokens, given: dict[str, Any]) -> Iterator[tuple[str, st
         options = {"tools": [TOOL], "add_generation_prompt": False, **given}
         return try_render(tokens, [USER, answer], **options)
 
-    for call_id in _IDS:
+    for call_id in IDS:
         for as_text in (False, True):
             none, one = (
                 function_call(call_id, NAME, json.dumps(arguments) if as_text else arguments)
-                for arguments in ({}, _PROBE)
+                for arguments in ({}, ARGUMENTS)
             )
             empty, probe = (rendered(call, as_text=as_text) for call in (none, one))
             if empty is not None and probe is not None:

@@ -157,23 +157,9 @@ def _readable(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**kept, **({"transform": {"name": "{name}", "body": "{content}"}} if names else {})}
 
 
-def format_of(tokens: Tokens) -> Format:
-    """The form of this model's answers."""
-    own = getattr(tokens.tokenizer, "response_template", None)
-    if isinstance(own, Mapping):
-        return Format("tokenizer", {}, own=own)
-    return _learned(tokens, tokens.template_text)
-
-
-@lru_cache(maxsize=8)  # needed several times per request
-def _learned(tokens: Tokens, template: str) -> Format:
-    from blendrag.chat.learned import learned_form  # which needs this module
-
-    return learned_form(tokens, _format_in(template))
-
-
 @cache
-def _format_in(template: str) -> Format:
+def format_in(template: str) -> Format:
+    """The form of the first file whose markup is in ``template``."""
     form = next(
         form
         for name in ORDER

@@ -18,8 +18,8 @@ from hashlib import sha256
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from blendrag.chat.forcing import TOOL, try_render
 from blendrag.chat.messages import REASONING, Message, function_call
+from blendrag.chat.probes import TOOL, try_render
 from blendrag.errors import InvalidOptionError
 from blendrag.model.bounded_templates import bounded
 from blendrag.wording import quoted

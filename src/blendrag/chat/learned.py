@@ -1,5 +1,5 @@
-"""Learns the form of reasoning and calls from what a chat template writes, for templates whose markup is in
-no file of ``formats/``.
+"""The form of a model's answers. It is learned from what the chat template writes if the template's markup is
+in no file of ``formats/``.
 
 The template renders an answer with a known thought, text and calls; what it puts around them are the tags. A
 form counts only if by it the rendered answer is taken apart again.
@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import regex
 
 from blendrag.chat.calls import ToolCall, read_calls
-from blendrag.chat.forcing import KEY, NAME, TOOL, USER, try_render
-from blendrag.chat.formats import THINKING, Format
+from blendrag.chat.formats import THINKING, Format, format_in
 from blendrag.chat.messages import function_call
+from blendrag.chat.probes import KEY, NAME, TOOL, USER, try_render
 from blendrag.chat.reply import take_apart
 from blendrag.text.matches import common_prefix
 
@@ -31,8 +32,18 @@ _NAMED, _BODY = r"(?P<name>[^\s<>\"'{}|]+)", {"transform": {"name": "{name}", "b
 _IDS, _ID, _SOME_ID = "a1b2c3d4{}", regex.compile(r"a1b2c3d4\d"), "someidofacall"
 
 
-def learned_form(tokens: Tokens, known: Format) -> Format:
-    """``known``, which was chosen by the template's markup, or the form that the template writes."""
+def format_of(tokens: Tokens) -> Format:
+    """The form of this model's answers."""
+    own = getattr(tokens.tokenizer, "response_template", None)
+    if isinstance(own, Mapping):
+        return Format("tokenizer", {}, own=own)
+    return _learned(tokens, tokens.template_text)
+
+
+@lru_cache(maxsize=8)  # needed several times per request
+def _learned(tokens: Tokens, template: str) -> Format:
+    """The form chosen by the markup of ``template``, or the one that the template writes."""
+    known = format_in(template)
     header, end = _frame(tokens)
     if not header:
         return known

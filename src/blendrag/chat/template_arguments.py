@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from blendrag.chat.forcing import USER, try_render
+from blendrag.chat.probes import USER, try_render
 from blendrag.config import of_variable
 from blendrag.errors import InvalidOptionError
 from blendrag.wording import quoted

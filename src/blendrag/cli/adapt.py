@@ -158,7 +158,7 @@ def _skipped(report: AdaptReport) -> str:
 def _print(report: AdaptReport) -> None:
     from rich.table import Table
 
-    from blendrag.distillation.card import HEADER, rows_of
+    from blendrag.distillation.report import HEADER, rows_of
 
     table = Table(box=None, pad_edge=False)
     for name in HEADER:

@@ -16,28 +16,26 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from blendrag.distillation import card
 from blendrag.distillation.forwards import Forwards
 from blendrag.distillation.material import Group, Material, split, with_questions
 from blendrag.distillation.memory import needs_of
 from blendrag.distillation.prompts import ChunkPrompt
 from blendrag.distillation.questions import ask_model, question_in
+from blendrag.distillation.report import AdaptReport, write_card
 from blendrag.distillation.trainer import (
     CHECKPOINT,
-    Ending,
     HeldOut,
     Progress,
     Recipe,
     Score,
     Trainer,
 )
-from blendrag.distillation.writer import TrainedWriter, public_name
+from blendrag.distillation.writer import TrainedWriter
 from blendrag.errors import InvalidInputError, ModelError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.writer import Writer
@@ -63,59 +61,6 @@ class TrainingCorpus:
     """What chunks are encoded behind."""
     chunk_tokens: int
     top_k: int
-
-
-@dataclass(frozen=True)
-class AdaptReport:
-    """Held-out prompts before and after, and how the writer was trained."""
-
-    model: str
-    out: Path
-    recipe: Recipe
-    groups: int
-    passages: int
-    questions: int
-    before: Score
-    after: Score
-    best_step: int
-    progress: Progress
-    ending: Ending
-
-    @property
-    def recovered(self) -> float:
-        """Share of the mean KL that the writer removes."""
-        return self.after.recovered(self.before)
-
-    def tasks(self) -> dict[str, tuple[Score, Score]]:
-        """Before and after, for each task."""
-        names = sorted(set(self.before.tasks))
-        return {name: (self.before.only(name), self.after.only(name)) for name in names}
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "model": public_name(self.model),
-            "recipe": asdict(self.recipe),
-            "material": {
-                "groups": self.groups, "passages": self.passages, "questions": self.questions,
-            },
-            "steps": self.progress.step,
-            "best_step": self.best_step,
-            "seconds": self.progress.seconds,
-            "before": asdict(self.before),
-            "after": asdict(self.after),
-            "recovered": self.recovered,
-            "losses": self.progress.losses,
-            "skipped_steps": self.progress.skipped,
-            "ended": str(self.ending),
-            "measured": [
-                {
-                    "step": step, "typical_kl": score.typical_kl, "mean_kl": score.mean_kl,
-                    "agreement": score.agreement,
-                }
-                for step, score in self.progress.scores
-                if score is not None
-            ],
-        }  # fmt: skip
 
 
 #: ``watch(text, done, total)`` for what precedes and follows the loop.
@@ -195,7 +140,7 @@ def adapt(
                 *(before, after, step, progress, trainer.ending),
             )
             writer.save(out)
-            card.write(report)
+            write_card(report)
             text = json.dumps(report.as_dict(), indent=1)
             regular_files.replace(out / REPORT, text.encode())
             (out / CHECKPOINT).unlink(missing_ok=True)

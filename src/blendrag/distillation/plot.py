@@ -7,7 +7,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from blendrag.distillation.adapt import AdaptReport
+    from blendrag.distillation.report import AdaptReport
 
 #: Steps whose losses are averaged: a line of single steps is mostly noise.
 SMOOTHED = 8

@@ -36,7 +36,8 @@ from blendrag.engine.schemas import Schemas
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import RequestCancelled, RequestTimeout
 from blendrag.serving.kv_budget import KVShare
-from blendrag.serving.scheduler import Pending, Scheduler
+from blendrag.serving.pending import Pending
+from blendrag.serving.scheduler import Scheduler
 from blendrag.serving.thread_queue import QueueState, ThreadQueue
 
 #: Threads on which prompts of asynchronous calls are rendered and tokenised, and those for long ones, so that

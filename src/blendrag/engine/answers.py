@@ -18,7 +18,7 @@ from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine.request import Answer, Request
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import NoThreadError, RequestCancelled, RequestTimeout, starting_thread
-from blendrag.serving.scheduler import Pending
+from blendrag.serving.pending import Pending
 from blendrag.serving.thread_queue import ThreadQueue
 
 T = TypeVar("T")

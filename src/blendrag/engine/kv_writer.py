@@ -22,7 +22,8 @@ from blendrag.errors import BlendragError, IdentityChangedError, InvalidInputErr
 from blendrag.model.sharing import before_layers
 from blendrag.planning.plan import MissingKV, Plan
 from blendrag.serving.coroutine import GaveWay, pause
-from blendrag.serving.scheduler import Pending, Scheduler
+from blendrag.serving.pending import Pending
+from blendrag.serving.scheduler import Scheduler
 from blendrag.store.base import PinScope
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import beginning_key, chunk_key, kv_namespace

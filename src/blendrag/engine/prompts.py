@@ -13,8 +13,9 @@ from itertools import groupby
 from operator import itemgetter
 
 from blendrag.chat.forcing import call_form, chosen_tool, opening_for
-from blendrag.chat.formats import Format, format_of
+from blendrag.chat.formats import Format
 from blendrag.chat.grammar import AnswerForm, answer_form, begun_call_form
+from blendrag.chat.learned import format_of
 from blendrag.chat.template_arguments import EFFORT, SWITCHES, template_arguments
 from blendrag.config import DEFAULT_SCHEDULE, Mode
 from blendrag.corpus.corpus import Corpus

@@ -46,7 +46,8 @@ from blendrag.schema.gate import verify_placement
 from blendrag.schema.markup import did_you_mean, parse_prompt, parse_schema
 from blendrag.schema.nodes import Schema
 from blendrag.serving.coroutine import pausing
-from blendrag.serving.scheduler import Pending, Scheduler
+from blendrag.serving.pending import Pending
+from blendrag.serving.scheduler import Scheduler
 from blendrag.store import regular_files
 from blendrag.store.base import ForeignKVError, KVReader, WantedKV
 from blendrag.store.identity import NATIVE_ENCODING, module_key

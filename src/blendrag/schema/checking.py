@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, TypeAlias
 
 from blendrag.errors import SchemaError
+from blendrag.schema.layout import CountTokens, Extent
 from blendrag.schema.markup import did_you_mean
 from blendrag.schema.nodes import (
     Argument,
@@ -22,38 +21,8 @@ from blendrag.schema.nodes import (
     Union,
     without_roles,
 )
+from blendrag.schema.parts import CachedText, FilledParameter, Part, UncachedText
 from blendrag.wording import quoted
-
-if TYPE_CHECKING:
-    from blendrag.schema.layout import CountTokens, Extent
-
-
-@dataclass(frozen=True)
-class CachedText:
-    """A text of the schema."""
-
-    text: Text
-    module: Module | None
-    """``None`` for text outside of modules, which is encoded by itself."""
-
-
-@dataclass(frozen=True)
-class FilledParameter:
-    """A parameter of a module and its argument, which is not cached."""
-
-    parameter: Parameter
-    module: Module
-    argument: Argument
-
-
-@dataclass(frozen=True)
-class UncachedText:
-    """A text of the prompt."""
-
-    text: Text
-
-
-Part: TypeAlias = CachedText | FilledParameter | UncachedText
 
 
 def resolve(schema: Schema, prompt: PromptMarkup) -> list[Part]:

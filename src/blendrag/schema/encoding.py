@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from blendrag.model.tokens import Tokens
-from blendrag.schema.checking import (
-    CachedText,
-    FilledParameter,
-    check_context,
-    check_lengths,
-    resolve,
-)
+from blendrag.schema.checking import check_context, check_lengths, resolve
 from blendrag.schema.concatenation import Block, CachedStretch, FixedPrompt, FreshTokens
 from blendrag.schema.layout import lay_out, own_parts
 from blendrag.schema.nodes import (
@@ -35,6 +29,7 @@ from blendrag.schema.nodes import (
     with_role_texts,
     without_roles,
 )
+from blendrag.schema.parts import CachedText, FilledParameter
 from blendrag.schema.roles import ChatTexts
 from blendrag.text.prompt import Segment, SegmentedPrompt
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from blendrag.schema.checking import CachedText, FilledParameter, Part
 from blendrag.schema.nodes import (
     Module,
     Node,
@@ -22,6 +21,7 @@ from blendrag.schema.nodes import (
     children_of,
     without_roles,
 )
+from blendrag.schema.parts import CachedText, FilledParameter, Part
 
 #: Tokens of a text.
 CountTokens = Callable[[str], int]

@@ -12,12 +12,13 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
 
+from blendrag.corpus.embedding_turns import EmbeddingTurns
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.compat import is_in_function_mode
 from blendrag.model.decode_weights import DecodeWeights
@@ -26,19 +27,27 @@ from blendrag.serving.chunk_pool import LoadedPrompt, RequestKV
 from blendrag.serving.decode_step import DecodeStep, can_join, kv_of
 from blendrag.serving.hybrid_rows import HybridKV
 from blendrag.serving.kv_budget import KVShare
-
-if TYPE_CHECKING:
-    from blendrag.serving.scheduler import Pending, Scheduler
+from blendrag.serving.pending import GaveWay, Pending, never
 
 
-class GaveWay(BaseException):
-    """Ends a background call, because a request waits. The call is begun again later."""
+class CallScheduler(Protocol):
+    """What a running call asks of the scheduler that runs it."""
+
+    closed: bool
+    embedding: EmbeddingTurns
+
+    @property
+    def is_waited_for(self) -> bool: ...
+    def is_step_due(self, prefill: Coroutine) -> bool: ...
+    def joint_forward(self, model: nn.Module) -> JointForward: ...
+    def leave(self, call: Coroutine) -> None: ...
+    def put_back(self, pending: Pending[Any]) -> None: ...
 
 
 class Coroutine(greenlet):
     """One running call. Its context is its own, as a thread's is."""
 
-    def __init__(self, scheduler: Scheduler, pending: Pending[Any]) -> None:
+    def __init__(self, scheduler: CallScheduler, pending: Pending[Any]) -> None:
         # tracebacks of the call keep frames, which must not keep this object and its KV
         super().__init__(lambda _: None if pending.settle() else scheduler.put_back(pending))
         self.gr_context = copy_context()
@@ -142,11 +151,7 @@ def _waiting_forward(stock: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _never() -> bool:
-    return False
-
-
-def give_way(is_wanted: Callable[[], bool] = _never) -> None:
+def give_way(is_wanted: Callable[[], bool] = never) -> None:
     """End this call if it is in the background and a request waits, or ``is_wanted()``; it is begun again
     later. Let a batch of texts be embedded if one is due. Called before each layer of what nothing may
     pause."""
@@ -160,7 +165,7 @@ def give_way(is_wanted: Callable[[], bool] = _never) -> None:
         call.scheduler.embedding.before_step()
 
 
-def pause(is_wanted: Callable[[], bool] = _never) -> None:
+def pause(is_wanted: Callable[[], bool] = never) -> None:
     """Let the other calls decode a token if that is due; a background call ends (:func:`give_way`). Called
     before each layer of a prefill."""
     call = getcurrent()
@@ -209,5 +214,5 @@ def decoding_jointly(
         try:
             yield
         finally:
-            call.scheduler.room.leave(call)
+            call.scheduler.leave(call)
             call.adapter, call.loaded, call.has_begun, call.kv, call.share, call.weights = around

@@ -17,10 +17,9 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, InvalidStateError
+from concurrent.futures import CancelledError
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,12 +29,13 @@ from blendrag.corpus.embedding_turns import EmbeddingTurns
 from blendrag.errors import InvalidInputError, NoThreadError, starting_thread
 from blendrag.model.decode_weights import DecodeWeights
 from blendrag.openmp import end_workers
-from blendrag.serving.coroutine import Coroutine, GaveWay, JointForward
+from blendrag.serving.coroutine import Coroutine, JointForward
 from blendrag.serving.decode_step import DecodeStep, decoded_together, may_decode_together
-from blendrag.serving.kv_budget import KVBudget, KVShare
+from blendrag.serving.kv_budget import KVBudget
 from blendrag.serving.kv_pool import KVPool
 from blendrag.serving.kv_room import KVRoom
 from blendrag.serving.open_requests import OpenRequests
+from blendrag.serving.pending import Pending, never
 from blendrag.serving.row_limit import RowLimit
 from blendrag.serving.thread_queue import QueueState
 
@@ -51,51 +51,6 @@ PREFILL_PER_STEP = 6
 ANSWERS_SHARE = 0.3
 #: How many later calls that have less to compute may begin before one that waits.
 MAX_OVERTAKEN = 2
-
-
-def _never() -> bool:
-    return False
-
-
-@dataclass(eq=False)
-class Pending(Generic[T]):
-    """A call that was submitted. Its result or its error arrives in ``future``."""
-
-    call: Callable[[], T]
-    joins: Callable[[], bool] = _never
-    """Whether it may begin while others run, asked on the thread that computes."""
-    is_over: Callable[[], bool] = _never
-    """Whether it would end at once; then it waits for none of those before it."""
-    share: Callable[[], KVShare] | None = None
-    """The memory that a request needs; ``None`` for work that keeps no KV."""
-    cost: Callable[[], float] | None = None
-    """Tokens that it computes before its first one, about. Without it, a call keeps its place."""
-    future: Future[T] = field(default_factory=Future)
-    overtaken: int = 0
-    """How many calls that came later have begun before it."""
-    number: int = 0
-    """The number of its submission, whose calls begin in order."""
-    is_background: bool = False
-    """Whether it gives way to every other call, and is begun again after it."""
-
-    def settle(self) -> bool:
-        """Run the call; ``False`` if it gave way. Raises nothing."""
-        if self.is_background:  # can be cancelled until it has ended
-            if self.future.done():
-                return True
-        elif not self.future.set_running_or_notify_cancel():
-            return True
-        try:
-            result = self.call()
-        except GaveWay:
-            return False
-        except BaseException as exc:
-            with suppress(InvalidStateError):
-                self.future.set_exception(exc)
-        else:
-            with suppress(InvalidStateError):
-                self.future.set_result(result)
-        return True
 
 
 def shortest(waiting: Sequence[Pending[Any]]) -> Sequence[Pending[Any]]:
@@ -191,7 +146,7 @@ class Scheduler:
             (self._background if background else self._waiting).extend(calls)
             self._changed.notify_all()
 
-    def run(self, call: Callable[[], T], joins: Callable[[], bool] = _never) -> T:
+    def run(self, call: Callable[[], T], joins: Callable[[], bool] = never) -> T:
         pending = Pending(call, joins)
         self.submit(pending)
         return pending.future.result()
@@ -398,6 +353,10 @@ class Scheduler:
                 pending.future.cancel()
             else:
                 self._background.appendleft(pending)
+
+    def leave(self, call: Coroutine) -> None:
+        """Give back the KV of ``call``, which decodes no more."""
+        self.room.leave(call)
 
     def _may_join(self, pending: Pending[Any]) -> bool:
         """Whether it may begin while others run: a request also needs memory for its KV."""

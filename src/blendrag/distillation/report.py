@@ -1,19 +1,71 @@
-"""The card of a writer (``README.md`` of its directory), and the table of a report."""
+"""The report of a training, and the writer's card (``README.md`` of its directory)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 from blendrag import __version__
+from blendrag.distillation.trainer import Ending, Progress, Recipe, Score
 from blendrag.distillation.writer import public_name
 from blendrag.store import regular_files
 
-if TYPE_CHECKING:
-    from blendrag.distillation.adapt import AdaptReport
-    from blendrag.distillation.trainer import Score
-
 HEADER = ("", "questions", "mean KL", "median KL", "first token's KL", "agreement", "recovered")
+
+
+@dataclass(frozen=True)
+class AdaptReport:
+    """Held-out prompts before and after, and how the writer was trained."""
+
+    model: str
+    out: Path
+    recipe: Recipe
+    groups: int
+    passages: int
+    questions: int
+    before: Score
+    after: Score
+    best_step: int
+    progress: Progress
+    ending: Ending
+
+    @property
+    def recovered(self) -> float:
+        """Share of the mean KL that the writer removes."""
+        return self.after.recovered(self.before)
+
+    def tasks(self) -> dict[str, tuple[Score, Score]]:
+        """Before and after, for each task."""
+        names = sorted(set(self.before.tasks))
+        return {name: (self.before.only(name), self.after.only(name)) for name in names}
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "model": public_name(self.model),
+            "recipe": asdict(self.recipe),
+            "material": {
+                "groups": self.groups, "passages": self.passages, "questions": self.questions,
+            },
+            "steps": self.progress.step,
+            "best_step": self.best_step,
+            "seconds": self.progress.seconds,
+            "before": asdict(self.before),
+            "after": asdict(self.after),
+            "recovered": self.recovered,
+            "losses": self.progress.losses,
+            "skipped_steps": self.progress.skipped,
+            "ended": str(self.ending),
+            "measured": [
+                {
+                    "step": step, "typical_kl": score.typical_kl, "mean_kl": score.mean_kl,
+                    "agreement": score.agreement,
+                }
+                for step, score in self.progress.scores
+                if score is not None
+            ],
+        }  # fmt: skip
 
 
 def rows_of(report: AdaptReport) -> Iterator[tuple[str, ...]]:
@@ -36,7 +88,7 @@ def _row(name: str, score: Score, before: Score | None = None) -> tuple[str, ...
     return (name, str(score.questions), *(f"{figure:.3f}" for figure in figures), gained)
 
 
-def write(report: AdaptReport) -> None:
+def write_card(report: AdaptReport) -> None:
     """Replace the text of the card that peft wrote; its header stays."""
     path = report.out / "README.md"
     given = path.read_text(encoding="utf-8") if path.exists() else ""
