@@ -21,13 +21,13 @@ from blendrag.corpus.embedder import (
     MINILM,
     PIECE_CHARS,
     Embedder,
-    ModelFiles,
     batches,
     grouped,
     packaged_minilm,
     pieces,
     same_embedder,
 )
+from blendrag.corpus.embedder_files import ModelFiles
 from blendrag.errors import InvalidInputError, ModelLoadError, RequestCancelled
 
 FILLER = (

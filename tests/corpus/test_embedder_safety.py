@@ -13,11 +13,11 @@ import torch
 
 from blendrag.corpus.embedder import (
     Embedder,
-    ModelFiles,
     absolute_embedder,
     embedder_of,
     packaged_minilm,
 )
+from blendrag.corpus.embedder_files import ModelFiles
 from blendrag.corpus.manifest import check_recorded
 from blendrag.errors import InvalidInputError, ModelLoadError
 from corpus.small_corpus import MANIFEST

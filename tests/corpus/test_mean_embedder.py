@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from sentence_transformers import SentenceTransformer
 
-from blendrag.corpus.embedder import Embedder, ModelFiles, packaged_minilm
+from blendrag.corpus.embedder import Embedder, packaged_minilm
+from blendrag.corpus.embedder_files import ModelFiles
 from blendrag.corpus.mean_embedder import MeanEmbedder
 
 TEXTS = [

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from blendrag.config import of_variable
-from blendrag.corpus.embedder import ModelFiles, no_progress_bars
+from blendrag.corpus.embedder import no_progress_bars
+from blendrag.corpus.embedder_files import ModelFiles
 from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.errors import BlendragError, InvalidInputError, ModelLoadError, is_out_of_memory
 
