@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tiny
-from blendrag.engine import BlendEngine
+from blendrag.engine import BlendEngine, packed_files
 from blendrag.engine import decode_weights as choosing
 from blendrag.fusor import decode_agreement as agreeing
 from blendrag.model import decode_weights as packing
@@ -245,7 +245,7 @@ def test_engines_over_the_same_weights_share_the_packed_copies(
 ) -> None:
     """Over one loaded model or over two, also if there is no memory for further copies."""
     loaded = model()
-    with tiny.counted(packing, "pack") as made, tiny.counted(choosing, "_read") as read:
+    with tiny.counted(packing, "pack") as made, tiny.counted(packed_files, "_read") as read:
         using = [engines(loaded, decode_weights="int8")]
         assert using[0].kv_namespace.model.decode_weights.now() is not None
         monkeypatch.setattr(choosing, "available_bytes", lambda: 1000)
@@ -405,25 +405,6 @@ def test_an_interrupted_packing_is_done_again(
         with pytest.raises(KeyboardInterrupt):
             choice.now()
     assert choice.now() is not None
-
-
-@pytest.mark.parametrize("version", [0, 1])
-def test_the_memory_limit_of_a_container_counts(
-    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = choosing.CONTROL_GROUPS[version]._replace(root=tmp_path / "groups")
-    monkeypatch.setattr(choosing, "CONTROL_GROUPS", [names])
-    monkeypatch.setattr(choosing, "OWN_GROUPS", tmp_path / "own")
-    (tmp_path / "own").write_text(f"7:{names.controller}:/pod/app\n3:cpu,cpuacct:/\n")
-    alone = choosing.available_bytes()
-    own = names.root / "pod" / "app"
-    own.mkdir(parents=True)
-    (own / names.limit).write_text("max\n")
-    pod = names.root / "pod"
-    (pod / names.limit).write_text("5000\n")
-    (pod / names.used).write_text("4000\n")
-    (pod / "memory.stat").write_text(f"anon 3500\n{names.droppable} 250\n")
-    assert choosing.available_bytes() == 1250 < alone
 
 
 # -- auto -----------------------------------------------------------------------------------------
@@ -653,7 +634,7 @@ def test_verify_times_the_opening_of_copies_from_the_cache(
 ) -> None:
     kept = model()
     monkeypatch.setattr("blendrag.model.loading.load_adapter", lambda *_: tiny.adapter(kept))
-    with tiny.counted(packing, "pack") as packed, tiny.counted(choosing, "_copy") as read:
+    with tiny.counted(packing, "pack") as packed, tiny.counted(packed_files, "_copy") as read:
         printed("verify", "tiny")
     assert len(packed) == len(NAMES)
     assert len(read) == 2 * len(packing.linear_layers(kept)) * len(NAMES)

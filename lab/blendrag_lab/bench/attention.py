@@ -24,7 +24,7 @@ from blendrag.cli.output import count
 from blendrag.fusor.attention import decode_attention
 from blendrag.fusor.fusor import keep_freed_blocks
 from blendrag.model.positions import Repositioner
-from blendrag.planning.profile import cores
+from blendrag.planning.machine import cores
 from blendrag.serving import shared_attention as sharing
 from blendrag.store.kv import KVLayout, LayerShape
 from blendrag_lab.bench import options

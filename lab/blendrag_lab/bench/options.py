@@ -17,7 +17,8 @@ from rich.text import Text
 from blendrag.cli.options import Device, Dtype, Json, number, require_plot
 from blendrag.cli.output import console, print_json
 from blendrag.model import ModelAdapter
-from blendrag.planning.profile import conditions_of, cores
+from blendrag.planning.machine import cores
+from blendrag.planning.profile import conditions_of
 from blendrag_lab.plots import write_png
 from blendrag_lab.tables import ResultTable
 

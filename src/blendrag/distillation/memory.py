@@ -9,9 +9,9 @@ import torch
 from blendrag.distillation.forwards import TEACHER_BATCH, Forwards
 from blendrag.distillation.material import Material
 from blendrag.distillation.writer import TrainedWriter
-from blendrag.engine.decode_weights import available_bytes
 from blendrag.errors import InvalidInputError
 from blendrag.model.adapter import ModelAdapter
+from blendrag.planning.machine import available_bytes
 from blendrag.store.durable import readable_size
 
 #: Tokens of the two chunks whose activations are counted.

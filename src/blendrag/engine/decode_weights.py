@@ -1,44 +1,34 @@
 """The weights that a model decodes with: those of the option ``decode_weights``, if the model can have them.
 
-Packed copies (:mod:`blendrag.model.decode_weights`) are made once per model and kept in the user's cache
-directory, as are the measured numbers of rows for which they are faster. A model that cannot have them
-decodes with its own weights; a note in the metrics says why, unless the option is ``auto``.
+Packed copies (:mod:`blendrag.model.decode_weights`) are made once per model and kept (:mod:`.packed_files`),
+as are the measured numbers of rows for which they are faster. A model that cannot have them decodes with its
+own weights; a note in the metrics says why, unless the option is ``auto``.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import torch
-import xxhash
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from blendrag.config import cache_folder
+from blendrag.engine.packed_files import VERSION, file_of, packed_weights
 from blendrag.fusor import Fusor
 from blendrag.fusor.decode_agreement import TEXTS, TOKENS, AgreementMeasurement, DecodeAgreement
 from blendrag.model import decode_weights as packing
 from blendrag.model import measurements
-from blendrag.model.adapter import UNNAMED, ModelAdapter
-from blendrag.model.decode_weights import NATIVE, DecodeWeights, Packed, PackedWeights
-from blendrag.model.sharing import is_loaded, loaded_once
-from blendrag.planning.profile import processor_name
+from blendrag.model.adapter import ModelAdapter
+from blendrag.model.decode_weights import NATIVE, DecodeWeights
+from blendrag.model.sharing import is_loaded
+from blendrag.planning.machine import available_bytes, processor_name
 from blendrag.store.durable import readable_size
 from blendrag.wording import condensed, log_step, short_model
 
 log = logging.getLogger(__name__)
 
-#: Counts up when copies are made in another way, so that earlier files are not used.
-VERSION = 4
 #: Counts up when the numbers of rows are measured in another way.
 ROWS_VERSION = 3
 AUTO = "auto"
@@ -48,10 +38,6 @@ AUTOMATIC = "int8"
 LEAST_BYTES = 32 * 2**20
 #: Share of the available memory that copies may take.
 MOST_OF_MEMORY = 0.8
-#: Files that are kept of a model: its weights change with an adapter (``lora``), and two may take turns.
-KEPT = 2
-#: Files that are kept of all models without a name together.
-KEPT_UNNAMED = 4
 NOT_FASTER = "packed weights are not faster on this machine"
 NOT_TOGETHER = "its requests are not decoded together"
 
@@ -228,7 +214,7 @@ def _why_not(adapter: ModelAdapter, name: str) -> str:
         return "it is compiled"
     if why := packing.why_not(adapter.model):
         return why
-    if is_loaded(_file(adapter, name)):  # by another engine
+    if is_loaded(file_of(adapter, name)):  # by another engine
         return ""
     needed, free = packing.size_bytes(adapter.model), available_bytes()
     if needed > free * MOST_OF_MEMORY:
@@ -240,7 +226,7 @@ def _made(adapter: ModelAdapter, name: str) -> DecodeWeights | str:
     """The model's copies of that name, or why it keeps its own weights."""
     began = time.perf_counter()
     try:
-        made = DecodeWeights(adapter.model, name, _packed(adapter, name))
+        made = DecodeWeights(adapter.model, name, packed_weights(adapter, name))
         is_steady = _limit_rows(made)
     except Exception as exc:  # memory ran out, or a layer is unlike others of its class
         log.warning("%s weights of %s cannot be made: %s", name, adapter.model_id, exc)
@@ -255,61 +241,6 @@ def _made(adapter: ModelAdapter, name: str) -> DecodeWeights | str:
         *(readable_size(made.size_bytes), time.perf_counter() - began),
     )
     return made
-
-
-def available_bytes() -> int:
-    """Memory that new allocations may take without swapping, in the machine and in this container."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        found = next(line for line in lines if line.startswith("MemAvailable:"))
-        available = int(found.split()[1]) * 1024
-    except (OSError, StopIteration, ValueError):
-        available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return min([available, *_left_by_groups()])
-
-
-class ControlGroups(NamedTuple):
-    """A version of Linux' control groups, which limit the memory of containers."""
-
-    root: Path
-    controller: str
-    """Its name among the groups of a process."""
-    limit: str
-    used: str
-    droppable: str
-    """The page cache in ``used``, by its name in ``memory.stat``."""
-
-
-CONTROL_GROUPS = (
-    ControlGroups(Path("/sys/fs/cgroup"), "", "memory.max", "memory.current", "inactive_file"),
-    ControlGroups(
-        Path("/sys/fs/cgroup/memory"), "memory",
-        "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file",
-    ),
-)  # fmt: skip
-#: The groups of this process: ``number:controllers:path`` a line.
-OWN_GROUPS = Path("/proc/self/cgroup")
-
-
-def _left_by_groups() -> list[int]:
-    """Bytes that each control group of this process lets it take."""
-    left: list[int] = []
-    with suppress(OSError, ValueError):
-        lines = OWN_GROUPS.read_text(encoding="utf-8").splitlines()
-        paths = dict(line.split(":", 2)[1:] for line in lines)
-        for groups in CONTROL_GROUPS:
-            path = groups.root / paths.get(groups.controller, "").lstrip("/")
-            for directory in (path, *path.parents):
-                if directory.is_relative_to(groups.root):
-                    with suppress(OSError, ValueError, KeyError):  # "max" is no number
-                        left.append(_left_by_group(directory, groups))
-    return left
-
-
-def _left_by_group(directory: Path, names: ControlGroups) -> int:
-    limit, used = (int((directory / name).read_text()) for name in (names.limit, names.used))
-    stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
-    return max(0, limit - used + int(stat[names.droppable]))
 
 
 # -- rows for which copies are faster -------------------------------------------------------------
@@ -343,103 +274,3 @@ def _limit_rows(weights: DecodeWeights) -> bool:
 def _machine() -> str:
     """What computes products."""
     return f"{processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-
-
-# -- copies on disk -------------------------------------------------------------------------------
-
-
-def _packed(adapter: ModelAdapter, name: str) -> PackedWeights:
-    """The packed weights of the model: those of another engine over the same weights, from the user's cache
-    if they are there, or made and kept there."""
-    file = _file(adapter, name)
-
-    def load() -> PackedWeights:
-        found = _read(file, packing.linear_layers(adapter.model))
-        if found is None:
-            found = packing.pack(adapter.model, name)
-            _keep(file, found, partial(_remove_earlier, file, adapter, name))
-        return found
-
-    return loaded_once(file, load)
-
-
-def _of_model(adapter: ModelAdapter, name: str) -> str:
-    """What the names of all files of a model begin with."""
-    return f"{xxhash.xxh3_64_hexdigest(adapter.model_id.encode())}-{name}"
-
-
-def _remove_earlier(file: Path, adapter: ModelAdapter, name: str) -> None:
-    """Remove the files of earlier weights of the model but the ones written last, to make room for ``file``.
-
-    Models without a name look like one, so more of their files stay.
-    """
-    kept = (KEPT_UNNAMED if adapter.model_id == UNNAMED else KEPT) - 1
-    with suppress(FileNotFoundError):  # another process removes one; the rest goes the next time
-        files = file.parent.glob(f"{_of_model(adapter, name)}-*")
-        earlier = [each for each in files if each.stem != file.stem]  # not what one writes now
-        earlier.sort(key=lambda each: each.stat().st_mtime, reverse=True)
-        for each in earlier[kept:]:
-            each.unlink(missing_ok=True)
-
-
-def _file(adapter: ModelAdapter, name: str) -> Path:
-    """Where the copies of the model's weights are kept."""
-    folder = cache_folder("decode-weights")
-    fingerprint = adapter.identity.tensors_fingerprint
-    return folder / f"{_of_model(adapter, name)}-{VERSION}-{fingerprint}.safetensors"
-
-
-def _digest(packed: Mapping[str, Packed]) -> str:
-    """xxh3-128 over names, shapes and bytes."""
-    found = xxhash.xxh3_128()
-    for name in sorted(packed):
-        for part in packed[name]:
-            found.update(f"{name}|{part.dtype}|{tuple(part.shape)}|".encode())
-            found.update(part.contiguous().view(torch.uint8).numpy().data)
-    return found.hexdigest()
-
-
-def _read(file: Path, layers: Iterable[str]) -> PackedWeights | None:
-    """What :func:`_keep` wrote; ``None`` if it is missing or damaged."""
-    if not file.is_file():
-        return None
-    try:
-        with safe_open(str(file), framework="pt") as opened:
-            found = PackedWeights(
-                (at, (_copy(opened, f"{at}.0"), _copy(opened, f"{at}.1"))) for at in layers
-            )
-            digest = (opened.metadata() or {}).get("xxh3")
-    except (OSError, SafetensorError, ValueError) as exc:
-        log.warning(
-            "the packed weights in %s cannot be read (%s), so they are made again", file, exc
-        )
-        return None
-    if _digest(found) != digest:
-        log.warning("the packed weights in %s are damaged, so they are made again", file)
-        return None
-    return found
-
-
-def _copy(opened: Any, name: str) -> torch.Tensor:
-    """A tensor of the file, in memory of its own: the file aligns tensors to 8 bytes, and torch's product in
-    8 bits (2.13) crashes for 4 rows and more on weights that are not aligned to 16."""
-    tensor: torch.Tensor = opened.get_tensor(name)
-    return tensor.clone()
-
-
-def _keep(file: Path, packed: Mapping[str, Packed], remove_earlier: Callable[[], None]) -> None:
-    """Write ``packed``. Raises nothing: they would be made again."""
-    tensors = {
-        f"{name}.{i}": part for name, parts in packed.items() for i, part in enumerate(parts)
-    }
-    temporary = file.with_suffix(f".{os.getpid()}")
-    try:
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        remove_earlier()
-        save_file(tensors, str(temporary), {"xxh3": _digest(packed)})
-        temporary.chmod(0o600)
-        os.replace(temporary, file)
-    except (OSError, SafetensorError) as exc:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        measurements.warn_unwritable(exc)

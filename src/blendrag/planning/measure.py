@@ -26,7 +26,8 @@ from blendrag.fusor.loader import HeldKV, LoadedSpan
 from blendrag.fusor.selection import Blending
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.sharing import only_here
-from blendrag.planning.profile import COLD, DISK, Conditions, Curve, Profile, Tier, cores
+from blendrag.planning.machine import cores
+from blendrag.planning.profile import COLD, DISK, Conditions, Curve, Profile, Tier
 from blendrag.planning.tier_times import (
     measure_device,
     measure_directory,

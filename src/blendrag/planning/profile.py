@@ -5,12 +5,9 @@ A store used by several machines keeps one for each. :mod:`blendrag.planning.mea
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
@@ -22,6 +19,7 @@ import transformers
 from pydantic import Field
 
 from blendrag.model.adapter import ModelAdapter
+from blendrag.planning.machine import cores, processor_name
 from blendrag.store.records import Records
 
 Finite = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -204,22 +202,7 @@ def conditions_of(adapter: ModelAdapter, namespace: str) -> Conditions:
     )
 
 
-def cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return device.type if device.type != "cpu" else processor_name()
-
-
-@cache
-def processor_name() -> str:
-    with suppress(OSError, UnicodeDecodeError), open("/proc/cpuinfo", encoding="utf-8") as lines:
-        for line in lines:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
