@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from socket import socket
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,6 +28,8 @@ from blendrag.wording import quoted, short_model
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
+    from blendrag.server.access import ApiKeys
+    from blendrag.server.service import Service
 
 #: Modules that the extra installs.
 REQUIREMENTS = ("fastapi", "uvicorn")
@@ -99,34 +102,17 @@ def serve(
     """Answer HTTP requests in OpenAI's schema until Ctrl-C or SIGTERM; running answers are finished."""
     begin(verbose, "the server had not begun")
     _require_extra()
-    from blendrag.server.access import ApiKeys, checked_hosts, is_loopback
+    from blendrag.server.access import checked_hosts
     from blendrag.server.cross_origin import checked_origins
 
     hosts, origins = checked_hosts(allow_host or ()), checked_origins(cors_origin or ())
     reads_only = bool(context.params["read_only"])
     if writable:
         _check_writable(api_key_file, origins, reads_only)
-    keys, text = ApiKeys(all_may_write=writable), None
-    if api_key_file is not None:
-        text = options.read_text(
-            "--api-key-file", api_key_file, MAX_KEY_FILE_BYTES, "one key a line"
-        )
-        keys = ApiKeys.parse(text, f"--api-key-file {api_key_file}")
+    keys, text = _keys(api_key_file, writable)
     limits = options.given(context.params, options.LIMITS)
     if ray:
-        of_uploads = {"--writable": writable, "--max-upload": "max_upload_bytes" in limits}
-        for name in (name for name, is_given in of_uploads.items() if is_given):
-            raise InvalidInputError(
-                f"{name} with --ray, expected no {name}; replicas take no files"
-            )
-        if reads_only:
-            raise InvalidInputError(
-                "--read-only with --ray, expected one of them; replicas keep KV in the store"
-            )
-        if further:
-            raise InvalidInputError(
-                "--serve with --ray, expected one of them; replicas have one store"
-            )
+        _check_on_ray(writable, "max_upload_bytes" in limits, reads_only, bool(further))
         access = {"api_keys": text, "allow_hosts": hosts, "cors_origins": origins}
         serve_on_ray: Callable[..., int] = ray_function("serve")
         return serve_on_ray(context.params, limits | access)
@@ -136,79 +122,42 @@ def serve(
     }  # fmt: skip
     for name in (name for name, value in of_ray.items() if value is not None):
         raise InvalidInputError(f"{name} without --ray, expected both; one process is one replica")
-    from blendrag.config import settings
-
     with without_collection():
         from blendrag.server.app import create_app
-        from blendrag.server.running import bound_socket
         from blendrag.server.running import serve as serve_until_signal
-        from blendrag.server.service import Limits, Service, open_engine
+        from blendrag.server.service import Limits, Service
         from blendrag.server.upload_folders import remove_left
 
     roots = _further(further or ())
     follows = _follow(context)
-    at = bound_socket(host, port)
-    if writable and not is_loopback(at.getsockname()[0]):
-        at.close()
-        raise InvalidInputError(
-            f"--writable with --host {host}, expected an address of this machine only, such as 127.0.0.1; "
-            "for others use --api-key-file with a line that ends in 'write'"
-        )
-    defaults = {"max_new_tokens": None, **options.given(context.params, options.DEFAULTS)}
-    if roots:
-        ram_bytes = context.params["ram_bytes"] or settings().ram_bytes
-        defaults["ram_bytes"] = ram_bytes // (1 + len(roots))
-    with at, options.engine_for(context, **defaults) as engine, ExitStack() as following:
-        for name in roots:
-            if name in (short_model(engine.model_name), engine.model_name):
-                raise InvalidInputError(
-                    f"--serve {quoted(name)} is what requests call the model of the first store, expected "
-                    "another name"
-                )
-        named: dict[str, Path] = {}
-        for file in schema or ():
-            name = engine.add_schema(file)
-            if (first := named.setdefault(name, file)) is not file:
-                raise InvalidInputError(
-                    f"--schema {file} has the name of {first}, {name!r}, expected another name"
-                )
-        with StatusLine("opening the model"):
-            refused = open_engine(engine, needs_blending=not schema)
-        if refused:
-            say("note", refused)
+    at = _bound(host, port, writable)
+    defaults = _defaults(context, len(roots))
+    with at, options.engine_for(context, **defaults) as engine, ExitStack() as served:
+        _check_names(roots, engine)
+        _add_schemas(engine, schema or ())
+        _open(engine, needs_blending=not schema)
         if follows:
-            following.enter_context(closing(engine.keep_following()))
+            served.enter_context(closing(engine.keep_following()))
         beside: dict[str, BlendEngine] = {}
         for name, root in roots.items():
             other = options.engine_beside(engine, context, root, **defaults)
-            beside[name] = following.enter_context(other)
-            with StatusLine(f"opening the model of {name}"):
-                if refused := open_engine(other, needs_blending=True):
-                    say("note", f"{name}: {refused}")
+            beside[name] = served.enter_context(other)
+            _open(other, name)
         address, taken, *_ = at.getsockname()
-        record = None
+        has_keys, record = bool(keys.may_write), None
         if reached := server_record.loopback(address):
-            has_keys = bool(keys.may_write)
             record = server_record.ServerRecord(
                 reached, taken, engine.model_name, __version__, has_keys
             )
         service = Service(engine, Limits(**limits), keys, hosts, origins, record=record)
         others = [service.beside(other, name) for name, other in beside.items()]
         at.listen()
-        if record is not None:
-            for each in () if reads_only else (service, *others):
+        if record is not None and not reads_only:
+            for each in (service, *others):
                 of_store = replace(record, model=each.engine.model_name, name=each.name)
-                following.enter_context(server_record.written(each.engine.root, of_store))
-        shown = f"[{host}]" if ":" in host else host
-        url = f"http://{shown}:{taken}"
-        say("serving", f"{service.model_id} at {url}/v1")
-        for each in others:
-            of_model = short_model(each.engine.model_name)
-            say("serving", f"{each.name}: {of_model} over {each.engine.root}")
-        if others:
-            say("memory", _memory(engine, *beside.values()))
-        say("page", f"{url}/")
-        warn_of_others(address, bool(keys.may_write), origins)
+                served.enter_context(server_record.written(each.engine.root, of_store))
+        _announce(f"http://{f'[{host}]' if ':' in host else host}:{taken}", service, others)
+        warn_of_others(address, has_keys, origins)
         if left := remove_left():
             say("note", f"{count(left, 'uploaded file')} removed, left by a server that was killed")
         interrupt.expect("the server has stopped")
@@ -218,6 +167,99 @@ def serve(
                 "note", f"{count(left, 'uploaded file')} not stored yet: send what is missing again"
             )
     return DONE
+
+
+# -- what the options ask for ---------------------------------------------------------------------
+
+
+def _keys(file: Path | None, writable: bool) -> tuple[ApiKeys, str | None]:
+    """The keys that are asked for, and the text of their file."""
+    from blendrag.server.access import ApiKeys
+
+    if file is None:
+        return ApiKeys(all_may_write=writable), None
+    text = options.read_text("--api-key-file", file, MAX_KEY_FILE_BYTES, "one key a line")
+    return ApiKeys.parse(text, f"--api-key-file {file}"), text
+
+
+def _check_on_ray(writable: bool, limits_uploads: bool, reads_only: bool, further: bool) -> None:
+    """Raise :class:`InvalidInputError` for options that exclude ``--ray``."""
+    for name, is_given in (("--writable", writable), ("--max-upload", limits_uploads)):
+        if is_given:
+            raise InvalidInputError(
+                f"{name} with --ray, expected no {name}; replicas take no files"
+            )
+    if reads_only:
+        raise InvalidInputError(
+            "--read-only with --ray, expected one of them; replicas keep KV in the store"
+        )
+    if further:
+        raise InvalidInputError("--serve with --ray, expected one of them; replicas have one store")
+
+
+def _bound(host: str, port: int, writable: bool) -> socket:
+    """The socket to listen on. Raises :class:`InvalidInputError` for one that must not be ``writable``."""
+    from blendrag.server.access import is_loopback
+    from blendrag.server.running import bound_socket
+
+    at = bound_socket(host, port)
+    if writable and not is_loopback(at.getsockname()[0]):
+        at.close()
+        raise InvalidInputError(
+            f"--writable with --host {host}, expected an address of this machine only, such as 127.0.0.1; "
+            "for others use --api-key-file with a line that ends in 'write'"
+        )
+    return at
+
+
+def _defaults(context: typer.Context, further: int) -> dict[str, Any]:
+    """Options of each engine; so many ``further`` stores share the memory of one."""
+    from blendrag.config import settings
+
+    defaults = {"max_new_tokens": None, **options.given(context.params, options.DEFAULTS)}
+    if further:
+        ram_bytes = context.params["ram_bytes"] or settings().ram_bytes
+        defaults["ram_bytes"] = ram_bytes // (1 + further)
+    return defaults
+
+
+def _check_names(roots: Mapping[str, Path], engine: BlendEngine) -> None:
+    for name in roots:
+        if name in (short_model(engine.model_name), engine.model_name):
+            raise InvalidInputError(
+                f"--serve {quoted(name)} is what requests call the model of the first store, expected "
+                "another name"
+            )
+
+
+def _add_schemas(engine: BlendEngine, files: Sequence[Path]) -> None:
+    named: dict[str, Path] = {}
+    for file in files:
+        name = engine.add_schema(file)
+        if (first := named.setdefault(name, file)) is not file:
+            raise InvalidInputError(
+                f"--schema {file} has the name of {first}, {name!r}, expected another name"
+            )
+
+
+def _open(engine: BlendEngine, name: str = "", needs_blending: bool = True) -> None:
+    """Open the model of a store, which has a ``name`` if it is a further one."""
+    from blendrag.server.service import open_engine
+
+    with StatusLine(f"opening the model of {name}" if name else "opening the model"):
+        refused = open_engine(engine, needs_blending)
+    if refused:
+        say("note", f"{name}: {refused}" if name else refused)
+
+
+def _announce(url: str, service: Service, others: Sequence[Service]) -> None:
+    say("serving", f"{service.model_id} at {url}/v1")
+    for each in others:
+        of_model = short_model(each.engine.model_name)
+        say("serving", f"{each.name}: {of_model} over {each.engine.root}")
+    if others:
+        say("memory", _memory(*(each.engine for each in (service, *others))))
+    say("page", f"{url}/")
 
 
 def _further(given: Sequence[str]) -> dict[str, Path]:
