@@ -17,6 +17,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -112,11 +113,7 @@ def adapt(
                     f"only {number} of {recipe.held_out} held-out questions could be made, so the best "
                     "writer is chosen less surely; add documents or questions"
                 )
-            held_out = HeldOut(
-                forwards,
-                prompts,
-                lambda done, total: say("answering held-out questions", done, total),
-            )
+            held_out = HeldOut(forwards, prompts, partial(say, "answering held-out questions"))
             before = held_out.score(writes=False)
             if not math.isfinite(before.typical_kl):
                 raise ModelError(
@@ -139,15 +136,20 @@ def adapt(
                 *(adapter.model_id, out, recipe, *material_sizes),
                 *(before, after, step, progress, trainer.ending),
             )
-            writer.save(out)
-            write_card(report)
-            text = json.dumps(report.as_dict(), indent=1)
-            regular_files.replace(out / REPORT, text.encode())
-            (out / CHECKPOINT).unlink(missing_ok=True)
-            (out / QUESTIONS).unlink(missing_ok=True)
+            _finish(writer, report)
             return report
         finally:
             writer.close()
+
+
+def _finish(writer: TrainedWriter, report: AdaptReport) -> None:
+    """Write the writer, its card and the report; remove what only an interrupted run needs."""
+    writer.save(report.out)
+    write_card(report)
+    text = json.dumps(report.as_dict(), indent=1)
+    regular_files.replace(report.out / REPORT, text.encode())
+    for name in (CHECKPOINT, QUESTIONS):
+        (report.out / name).unlink(missing_ok=True)
 
 
 def require_unfinished(out: Path) -> None:

@@ -49,6 +49,7 @@ from blendrag.planning.controller import Controller
 from blendrag.serving.scheduler import Scheduler
 from blendrag.store.durable import named_errors
 from blendrag.store.identity import digest_fields
+from blendrag.store.records import Records
 from blendrag.text.prompt import SegmentedPrompt
 
 T = TypeVar("T")
@@ -173,26 +174,15 @@ def calibrate(
             "copy of it"
         )
     asked = _asked(kv, options)
-    if len(asked) < MIN_PROMPTS:
-        raise InvalidInputError(
-            f"there are {len(asked)} prompts to calibrate on, expected {MIN_PROMPTS} or more, some to "
-            "choose a policy and others to check it; give more --questions or --samples, or ingest more"
-        )
     prompts = [segments(build_rag_prompt(each.question, each.chunks)) for each in asked]
-    adapter = kv.model.adapter
     for prompt in prompts:
-        check_fits(len(prompt.ids), ANSWER_TOKENS, adapter.context_tokens)
+        check_fits(len(prompt.ids), ANSWER_TOKENS, kv.model.adapter.context_tokens)
     controller = scheduler.run(lambda: _controller(kv, planner))
     race, interrupted, is_complete = Race(options.ratio, len(prompts)), False, False
-    partial = partial_races(kv.root, controller.namespace)
+    kept = partial_races(kv.root, controller.namespace)
     ids = [str((options.ratio, CANDIDATES)).encode(), *(str(p.ids).encode() for p in prompts)]
     digest = digest_fields(ids)
-    first = 0
-    for earlier in partial.entries():
-        is_same = earlier.digest == digest and earlier.prompts_done < len(prompts)
-        if is_same and earlier.fits(race):
-            earlier.resume(race)
-            first = earlier.prompts_done
+    first = _resumed(kept, digest, race, len(prompts))
     before = len(race.rows)
 
     def done(measured: int) -> float:
@@ -207,7 +197,7 @@ def calibrate(
             if row:
                 race.rows.append(row)
             with named_errors(f"keeping the measured prompts below {kv.root}"):
-                partial.replace([PartialRace.of(digest, race, first + measured + 1)])
+                kept.replace([PartialRace.of(digest, race, first + measured + 1)])
             if row:
                 watch(race, min(1.0, done(first + measured + 1)))
         else:
@@ -216,7 +206,7 @@ def calibrate(
         interrupted = True
     if not race.rows and not interrupted:
         raise InvalidInputError(
-            f"store {kv.root} holds no KV of {adapter.model_id} that could be blended; expected an "
+            f"store {kv.root} holds no KV of {kv.model.adapter.model_id} that could be blended; expected an "
             "ingested corpus, ingest it with this model first"
         )
     found = race.result()
@@ -225,7 +215,7 @@ def calibrate(
             calibrations(kv.root, controller.namespace).replace(found)
     if is_complete:
         with named_errors(f"removing the measured prompts below {kv.root}"):
-            partial.clear()
+            kept.clear()
     return CalibrationReport(found, race, time.monotonic() - began, interrupted, before)
 
 
@@ -273,13 +263,32 @@ def offer(kv: KVNamespace, report: IngestReport) -> str:
 
 
 def _asked(kv: KVNamespace, options: CalibrationOptions) -> list[SampledQuestion]:
+    """The questions of the prompts. Raises :class:`InvalidInputError` if there are too few."""
     corpus = kv.corpus.require()
-    if not options.questions:
-        return list(sample_corpus(corpus, options.samples, options.top_k))
-    drawn = sample_questions(options.questions, options.samples)
-    retriever = kv.corpus.retriever()
-    chunks = [[c.text for c in retriever.retrieve(each, options.top_k)] for each in drawn]
-    return [SampledQuestion(each, tuple(texts)) for each, texts in zip(drawn, chunks, strict=True)]
+    if options.questions:
+        retriever = kv.corpus.retriever()
+        asked = [
+            SampledQuestion(each, tuple(c.text for c in retriever.retrieve(each, options.top_k)))
+            for each in sample_questions(options.questions, options.samples)
+        ]
+    else:
+        asked = list(sample_corpus(corpus, options.samples, options.top_k))
+    if len(asked) < MIN_PROMPTS:
+        raise InvalidInputError(
+            f"there are {len(asked)} prompts to calibrate on, expected {MIN_PROMPTS} or more, some to "
+            "choose a policy and others to check it; give more --questions or --samples, or ingest more"
+        )
+    return asked
+
+
+def _resumed(kept: Records[PartialRace], digest: str, race: Race, prompts: int) -> int:
+    """How many prompts an earlier run has done, with which ``race`` goes on."""
+    done = 0
+    for earlier in kept.entries():
+        if earlier.digest == digest and earlier.prompts_done < prompts and earlier.fits(race):
+            earlier.resume(race)
+            done = earlier.prompts_done
+    return done
 
 
 def _controller(kv: KVNamespace, planner: Planner) -> Controller:

@@ -171,22 +171,10 @@ class Planner:
         so that they are not computed twice. ``stream`` gets notes that another plan for the request would
         not have. The caller closes the plan.
         """
+        plan = self._without_chunks(request)
+        if plan is not None:
+            return plan
         adapter, prompt = self._kv.model.adapter, request.prompt
-        if request.mode == "full":
-            return Plan.computed(prompt, MODE_FULL)
-        only_beginnings = adapter.why_not_movable
-        if adapter.composition is not None:
-            if request.mode == "prefix":
-                only_beginnings = PREFIX_OF_HYBRIDS
-            elif prompt.chunks and request.sequences > 1:
-                return Plan.computed(prompt, ONE_SEQUENCE, (ONE_SEQUENCE.text,))
-        if only_beginnings:
-            why = Reason(f"computed, because {only_beginnings}")
-            note = f"chunks are reused only in the same beginning: {only_beginnings}"
-            plan = Plan.computed(prompt, why, (note,) * bool(prompt.chunks))
-            return plan.behind(self.prefixes.join(request))
-        if not prompt.chunks:
-            return Plan.computed(prompt, MODE_FULL).behind(self.prefixes.join(request))
         validity = self._kv.validity  # opens the store
         namespace = validity.namespace
         if not validity.is_valid(namespace):
@@ -232,6 +220,27 @@ class Planner:
             ttft_s = time.perf_counter() - request.asked_at + plan.forecast.ttft_s
             plan = replace(plan, forecast=replace(plan.forecast, ttft_s=ttft_s))
         return replace(plan, notes=(*notes, *plan.notes))
+
+    def _without_chunks(self, request: Request) -> Plan | None:
+        """The plan of a request that loads no chunks, at most its beginning; ``None`` for other requests."""
+        adapter, prompt = self._kv.model.adapter, request.prompt
+        if request.mode == "full":
+            return Plan.computed(prompt, MODE_FULL)
+        only_beginnings = adapter.why_not_movable
+        if adapter.composition is not None:
+            if request.mode == "prefix":
+                only_beginnings = PREFIX_OF_HYBRIDS
+            elif prompt.chunks and request.sequences > 1:
+                return Plan.computed(prompt, ONE_SEQUENCE, (ONE_SEQUENCE.text,))
+        if only_beginnings:
+            why = Reason(f"computed, because {only_beginnings}")
+            note = f"chunks are reused only in the same beginning: {only_beginnings}"
+            plan = Plan.computed(prompt, why, (note,) * bool(prompt.chunks))
+        elif not prompt.chunks:
+            plan = Plan.computed(prompt, MODE_FULL)
+        else:
+            return None
+        return plan.behind(self.prefixes.join(request))
 
     def _of_runs(self, request: Request, stream: AnswerStream) -> Blending:
         """How hybrid models' chunks are blended: by the question's attention, at a fixed ratio."""
