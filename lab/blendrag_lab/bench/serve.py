@@ -7,7 +7,8 @@ requests share some of them.
 Arriving at random: at the rate at which the mean TTFT of full prefill, one by one, is twice that of a lone
 request, and at multiples of it.
 
-In a closed loop: each of so many users asks the next question when the last one is answered.
+In a closed loop: each of so many users asks the next question when the last one is answered; under the policy
+of the scheduler, and under the two extremes between which it lies.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ import time
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 from unittest import mock
 
 import numpy as np
@@ -38,7 +39,7 @@ from blendrag.demo import demo_corpus_path
 from blendrag.engine import Answer, BlendEngine, Options, exact_prefixes
 from blendrag.errors import InvalidInputError
 from blendrag.model import ModelAdapter
-from blendrag.serving import chunk_pool
+from blendrag.serving import chunk_pool, scheduler
 from blendrag.serving.chunk_pool import ChunkPool, RequestKV
 from blendrag.serving.shared_attention import SharedChunk
 from blendrag_lab.bench import options
@@ -52,6 +53,12 @@ from blendrag_lab.tables import NOTHING, ResultTable, figure, times
 BASELINE = "blend, one by one"
 ARRIVING_BASELINE = "full, one by one"
 LOOP_BASELINE = "blend, 1 user"
+#: The scheduler's constants where all prefills come first, and where none begins while an answer runs; what
+#: came first begins first.
+EXTREMES: dict[str, dict[str, Any]] = {
+    "prefills first": {"PREFILL_PER_STEP": math.inf, "ANSWERS_SHARE": 0, "MAX_OVERTAKEN": 0},
+    "answers first": {"ANSWERS_SHARE": math.inf, "MAX_OVERTAKEN": 0},
+}
 #: Rates of arrivals for blend, as multiples of the one for full prefill.
 RATES = (1, 4)
 #: Tokens in a page of transformers' continuous batching, its default.
@@ -78,6 +85,9 @@ class ServeRow:
     """TTFT without waiting for earlier requests, mean."""
     token_ms: float | None = None
     """Between two tokens of a request."""
+    p95_token_ms: float | None = None
+    p95_total_s: float | None = None
+    """From the question to the last token."""
     in_time: float | None = None
     """Share of requests whose first token came within twice the TTFT of a lone full prefill."""
     kv_bytes: int | None = None
@@ -107,6 +117,7 @@ class ServedRound:
 
 def serve_table(result: ServeResult) -> ResultTable:
     at_random = result.rows[0].rate is not None
+    in_loop = result.baseline == LOOP_BASELINE
 
     def shown(value: float | None) -> str:
         return NOTHING if value is None else figure(value)
@@ -114,21 +125,24 @@ def serve_table(result: ServeResult) -> ResultTable:
     def cells(row: ServeRow) -> tuple[str, ...]:
         rate = () if row.rate is None else (f"{row.rate:.3g}",)
         in_time = () if row.in_time is None else (f"{row.in_time:.0%}",)
+        of_users = (shown(row.p95_token_ms), shown(row.p95_total_s)) if in_loop else ()
         kv = (NOTHING, NOTHING)
         if row.kv_bytes is not None and row.private_kv_bytes is not None:
             kv = figure(row.kv_bytes / 2**20), f"{row.kv_bytes / row.private_kv_bytes:.0%}"
         return (
             row.way, *rate, f"{result.requests / row.seconds:.3g}", times(row.over_baseline),
             shown(row.ttft_s), shown(row.p95_ttft_s), *in_time, shown(row.prefill_s), shown(row.token_ms),
-            *kv,
+            *of_users, *kv,
         )  # fmt: skip
 
     head: tuple[str, ...] = (
         "way", "arrivals/s", "answers/s", f"over {result.baseline}", "TTFT s", "95% of TTFT s", "in time",
-        "prefill s", "ms per token", "KV MiB", "of private copies",
+        "prefill s", "ms per token", "95% of ms per token", "95% of answers s", "KV MiB",
+        "of private copies",
     )  # fmt: skip
-    if not at_random:
-        head = tuple(name for name in head if name not in ("arrivals/s", "in time"))
+    left_out: tuple[str, ...] = () if at_random else ("arrivals/s", "in time")
+    left_out += () if in_loop else ("95% of ms per token", "95% of answers s")
+    head = tuple(name for name in head if name not in left_out)
     return ResultTable(
         head,
         [cells(row) for row in result.rows],
@@ -185,9 +199,7 @@ def serve(
             ways, rates, in_time_s = _at_random(asking, tick)
         elif loops:
             arriving, baseline = "in a closed loop", LOOP_BASELINE
-            ways = {
-                f"blend, {count(n, 'user')}": partial(asking.loop, "blend", n) for n in (1, *loops)
-            }
+            ways = _in_loops(asking, loops)
         else:
             arriving, baseline = "arriving together", BASELINE
             ways = _at_once(asking)
@@ -247,8 +259,10 @@ class ServeRunner:
     def together(self, mode: Mode, arrivals: Sequence[float] = ()) -> ServedRound:
         return self._served(mode, arrivals)
 
-    def loop(self, mode: Mode, users: int) -> ServedRound:
-        return self._served(mode, users=users)
+    def loop(self, mode: Mode, users: int, extreme: str = "") -> ServedRound:
+        """Under the policy of the scheduler, or under one of :data:`EXTREMES`."""
+        with mock.patch.multiple(scheduler, **EXTREMES[extreme]) if extreme else nullcontext():
+            return self._served(mode, users=users)
 
     def unshared(self, mode: Mode) -> ServedRound:
         """Together, each request with KV of its own."""
@@ -353,6 +367,17 @@ def _at_once(asking: ServeRunner) -> Ways:
     return ways
 
 
+def _in_loops(asking: ServeRunner, loops: Sequence[int]) -> Ways:
+    ways: Ways = {LOOP_BASELINE: partial(asking.loop, "blend", 1)}
+    for users in loops:
+        if users > 1:
+            way = f"blend, {count(users, 'user')}"
+            ways[way] = partial(asking.loop, "blend", users)
+            for extreme in EXTREMES:
+                ways[f"{way}, {extreme}"] = partial(asking.loop, "blend", users, extreme)
+    return ways
+
+
 def _at_random(asking: ServeRunner, tick: Tick) -> tuple[Ways, dict[str, float], float]:
     """The ways, the rates of their arrivals, and twice the TTFT of a lone full prefill."""
     tick("a full prefill alone")
@@ -437,7 +462,9 @@ def _row(
     in_time = None if in_time_s is None else float(np.mean([s <= in_time_s for s in ttft]))
     return ServeRow(
         way, rate, seconds, base / seconds, float(np.mean(ttft)), float(np.quantile(ttft, 0.95)),
-        float(np.mean([each.ttft_s - each.queued_s for each in metrics])), 1e3 * median(between), in_time,
+        float(np.mean([each.ttft_s - each.queued_s for each in metrics])), 1e3 * median(between),
+        1e3 * float(np.quantile(between, 0.95)),
+        float(np.quantile([each.total_s for each in metrics], 0.95)), in_time,
         max((one.kv_bytes for one in served if one.kv_bytes), default=None),
         max((one.private_kv_bytes for one in served if one.private_kv_bytes), default=None),
     )  # fmt: skip

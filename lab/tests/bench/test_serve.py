@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
 from blendrag.serving import scheduler
-from blendrag_lab.bench.serve import ARRIVING_BASELINE, BASELINE, LOOP_BASELINE, doubling_rate
+from blendrag_lab.bench.serve import (
+    ARRIVING_BASELINE,
+    BASELINE,
+    EXTREMES,
+    LOOP_BASELINE,
+    doubling_rate,
+)
 from cli.commands import refused
 from lab.tests.bench.small import joint_steps, measured
 
@@ -59,12 +66,26 @@ def test_kv_that_is_shared_and_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unshared["kv_bytes"] == unshared["private_kv_bytes"] == together["private_kv_bytes"]
 
 
-def test_a_closed_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = steps_after_prefills(monkeypatch)
+def test_a_closed_loop_beside_the_extremes(monkeypatch: pytest.MonkeyPatch) -> None:
+    joint: set[tuple[float, float]] = set()
+    stock = scheduler.decoded_together
+
+    def noted(steps: Any, pool: Any) -> Any:
+        if len(steps) > 1:
+            joint.add((scheduler.ANSWERS_SHARE, scheduler.MAX_OVERTAKEN))
+        return stock(steps, pool)
+
+    monkeypatch.setattr(scheduler, "PREFILL_PER_STEP", math.inf)
+    monkeypatch.setattr(scheduler, "ANSWERS_SHARE", 0.0)
+    monkeypatch.setattr(scheduler, "decoded_together", noted)
     found = measured("serve", *SMALL, "--users", "2")
-    assert [row["way"] for row in found["rows"]] == [LOOP_BASELINE, "blend, 2 users"]
-    assert set(sizes) == {2}
-    assert all(0 < row["prefill_s"] <= row["ttft_s"] for row in found["rows"])
+    assert [row["way"] for row in found["rows"]] == [
+        LOOP_BASELINE, "blend, 2 users", *(f"blend, 2 users, {extreme}" for extreme in EXTREMES)
+    ]  # fmt: skip
+    assert joint == {(0, scheduler.MAX_OVERTAKEN), (0, 0)}  # none where answers come first
+    for row in found["rows"]:
+        assert 0 < row["prefill_s"] <= row["ttft_s"] <= row["p95_total_s"]
+        assert row["token_ms"] <= row["p95_token_ms"]
 
 
 @pytest.mark.parametrize(
