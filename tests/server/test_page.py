@@ -345,9 +345,7 @@ def test_files_are_sent_listed_and_removed(tmp_path, visit) -> None:
         page.get_by_text("0 documents.").wait_for()
         assert len(engine.require_corpus().documents()) == 1
         page.get_by_role("button", name="Change key").click()
-        page.get_by_role("button", name="Documents").click()
         unlocked(page, "reader")
-        page.get_by_role("button", name="Documents").click()
         page.get_by_label("Find a document").fill("")
         documents.first.wait_for()
         assert documents.count() == 1
@@ -427,6 +425,22 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_only(demo_engine, visit) -> None
         page.get_by_role("button", name="Change key").click()
         assert field.is_visible()
         assert page.evaluate("() => sessionStorage.getItem('blendrag-key')") == ""
+
+
+def test_the_chosen_model_is_asked_with_a_new_key_too(demo_engine, visit) -> None:
+    models = {"data": [{"id": name, "max_model_len": 9} for name in ("one", "two")]}
+    with live(demo_engine, keys="first\nsecond") as server:
+        page = visit(server)
+        page.route("**/v1/models", lambda route: route.fulfill(json=models))
+        unlocked(page, "first")
+        choice = page.get_by_label("Answer with")
+        choice.select_option("two")
+        page.get_by_role("button", name="Change key").click()
+        unlocked(page, "second")
+        choice.filter(visible=True).wait_for()
+        with page.expect_request(CHATS) as asked:
+            ask(page)
+        assert asked_of(asked.value)["model"] == choice.input_value() == "two"
 
 
 @pytest.mark.slow
@@ -575,6 +589,15 @@ def test_many_pieces_are_shown_once_a_frame(served, visit) -> None:
     shown = turn.locator(".answer").evaluate("each => each.textContent")
     assert shown == "word " * 1500
     assert page.evaluate("() => window.changes") < 300
+
+
+def test_whitespace_before_an_answer_is_not_shown_but_kept(served, visit) -> None:
+    page = visit(served)
+    turn = answering(page, ["\n", " Yes", ".\n", "  No."], ["a"])
+    assert turn.locator(".answer").evaluate("each => each.textContent") == "Yes.\n  No."
+    with page.expect_request(CHATS) as asked:
+        ask(page, "Sure?")
+    assert asked_of(asked.value)["messages"][1]["content"] == "\n Yes.\n  No."
 
 
 def test_tokens_are_made_when_they_are_looked_at(served, visit) -> None:
