@@ -35,6 +35,7 @@ def sizes() -> dict[str, int]:
 def test_what_is_kept_is_shown_by_kind(folder: Path) -> None:
     kinds = {"verdicts": 100, "decode-weights": 3000, "gguf": 2000, "runs": 50, "other": 7}
     assert sizes() == kinds
+    assert printed("cache", "list") == printed("cache")
     first, *lines = invoke("cache").stdout.splitlines()
     assert first == f"{folder}: 5.0 KiB"
     assert [line.split(":")[0].strip() for line in lines] == [*kinds]

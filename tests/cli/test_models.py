@@ -57,6 +57,12 @@ def test_the_shipped_models_are_listed_without_a_cache(hub: Path) -> None:
     assert names("--embedder") == ["minilm-offline"]
 
 
+def test_the_list_is_a_command_too_with_the_same_options() -> None:
+    assert printed("models", "list") == printed("models")
+    assert invoke("models", "list").stdout == invoke("models", "-v").stdout
+    assert "No such command 'show'" in invoke("models", "show").stderr
+
+
 def test_models_in_the_hubs_cache_are_listed_by_what_they_are_for(hub: Path) -> None:
     write_files(in_cache(hub, "me/writer"), WRITER, model_safetensors=5000, small_gguf=10)
     write_files(in_cache(hub, "me/begun"), WRITER)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 from collections import Counter, defaultdict
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 from typer.models import OptionInfo
 
 from blendrag import __version__
@@ -19,8 +18,9 @@ from blendrag.cli.cache import app as cache_commands
 from blendrag.cli.calibrate import calibrate
 from blendrag.cli.demo import demo
 from blendrag.cli.extras import add_commands
+from blendrag.cli.groups import AskingCommand, SuggestingGroup
 from blendrag.cli.ingest import ingest, list_documents, remove
-from blendrag.cli.lifecycle import DONE, REFUSED_MODEL, USER_ERROR, begin, reporting
+from blendrag.cli.lifecycle import DONE, REFUSED_MODEL, begin, reporting
 from blendrag.cli.models import app as models_commands
 from blendrag.cli.output import count, duration, echo
 from blendrag.cli.profile import profile
@@ -29,7 +29,6 @@ from blendrag.cli.schema import app as schema_commands
 from blendrag.cli.search import search
 from blendrag.cli.serve import serve
 from blendrag.cli.store import app as store_commands
-from blendrag.option import near_names
 from blendrag.store.durable import readable_size
 
 if TYPE_CHECKING:
@@ -38,42 +37,9 @@ if TYPE_CHECKING:
     from blendrag.fusor.gate import Verification
 
 
-class _Commands(TyperGroup):
-    """Suggests options that are spelled almost like an unknown one, not those that merely share letters."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except Exception as error:
-            # NoSuchOption is click's, or typer's copy of it, depending on typer's version
-            if possible := getattr(error, "possibilities", None):
-                names = {name.lstrip("-"): name for name in possible}
-                near = near_names([str(getattr(error, "option_name", "")).lstrip("-")], names)
-                error.possibilities = [names[name] for name in near]  # type: ignore[attr-defined]
-            raise
-
-
-class _AskingCommand(TyperCommand):
-    """A command that takes one question, or none; of several words it says to quote them."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.allow_extra_args = True
-        super().parse_args(ctx, args)
-        if ctx.args:
-            if first := ctx.params.get("question"):
-                question, command = " ".join([first, *ctx.args]), ctx.command_path
-                wrong = f"{command} takes a question in quotes"
-            else:
-                question, command = " ".join(ctx.args), "blendrag ask"
-                wrong = f"{ctx.command_path} reads its questions from the terminal; for one alone"
-            output.say("error", f'{wrong}: {command} "{question}"')
-            ctx.exit(USER_ERROR)
-        return []
-
-
 app = typer.Typer(
     name="blendrag",
-    cls=_Commands,
+    cls=SuggestingGroup,
     help="Answer questions over documents with a local Hugging Face model and precomputed KV.",
     no_args_is_help=True,
     add_completion=False,
@@ -213,7 +179,7 @@ def _print_decode_weights(weights: dict[str, DecodeAgreement | str]) -> None:
 
 
 for command in (ingest, remove, search, ask, chat, serve, verify, demo, calibrate, adapt, profile):
-    app.command(cls=_AskingCommand if command in (search, ask, chat) else None)(command)
+    app.command(cls=AskingCommand if command in (search, ask, chat) else None)(command)
 app.command("list")(list_documents)
 app.add_typer(schema_commands)
 app.add_typer(store_commands)

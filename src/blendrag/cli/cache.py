@@ -13,6 +13,7 @@ from typing import Annotated, Literal, get_args
 import typer
 
 from blendrag.cli import interrupt, options
+from blendrag.cli.groups import ListingGroup
 from blendrag.cli.lifecycle import DONE, FAILED, begin, removal_confirmed, reporting
 from blendrag.cli.output import count, echo, print_json, say
 from blendrag.config import CacheFolder, cache_folder, settings
@@ -21,8 +22,8 @@ from blendrag.store.durable import readable_size
 
 app = typer.Typer(
     name="cache",
-    help="Show what is kept on this machine outside of stores, or remove it.",
-    invoke_without_command=True,
+    cls=ListingGroup,
+    help="List what is kept on this machine outside of stores, also without a command; or remove it.",
     rich_markup_mode=None,
 )
 
@@ -49,17 +50,10 @@ class CachedKind:
     size_bytes: int
 
 
-@app.callback()
-def cache(
-    context: typer.Context, json: options.Json = False, verbose: options.Verbose = False
-) -> None:
-    """Show what is kept on this machine outside of stores, where, and how large it is."""
-    if context.invoked_subcommand is None:
-        _show(json, verbose)
-
-
+@app.command("list")
 @reporting
-def _show(json: bool, verbose: bool) -> int:
+def list_cache(json: options.Json = False, verbose: options.Verbose = False) -> int:
+    """List what is kept on this machine outside of stores, where, and how large it is."""
     begin(verbose, "nothing was changed", loads_torch=False)
     root, found = _root(), _survey()
     if json:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, get_args
 import typer
 
 from blendrag.cli import interrupt, local_models, options
+from blendrag.cli.groups import ListingGroup
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.local_models import LocalModel, Use
 from blendrag.cli.output import count, echo, print_json, say
@@ -24,8 +25,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="models",
-    help="List the models on this machine, or download one.",
-    invoke_without_command=True,
+    cls=ListingGroup,
+    help="List the models on this machine, also without a command; or download one.",
     rich_markup_mode=None,
 )
 
@@ -37,28 +38,22 @@ _PICKLES = ["pytorch_model*.bin", "pytorch_model.bin.index.json"]
 _GGUF = re.compile(r"(?P<repository>[^:]+):(?P<file>[^:]+\.gguf)")
 
 
-@app.callback()
-def models(
-    context: typer.Context,
+@app.command("list")
+@reporting
+def list_models(
     folder: Annotated[
         list[Path] | None,
         options.optional("Also list the models in this directory; repeatable.", metavar="PATH"),
     ] = None,
     json: options.Json = False,
     verbose: options.Verbose = False,
-) -> None:
+) -> int:
     """List the models on this machine: shipped with blendrag, in packages, and in the hub's local cache."""
-    if context.invoked_subcommand is None:
-        _list(folder or (), json, verbose)
-
-
-@reporting
-def _list(folders: Sequence[Path], json: bool, verbose: bool) -> int:
     begin(verbose, "nothing was changed", loads_torch=False)
     in_cache, cache = local_models.cached()
     found = [*local_models.shipped(), *in_cache]
-    for folder in folders:
-        found += local_models.below(folder)
+    for each in folder or ():
+        found += local_models.below(each)
     if json:
         print_json({"hub_cache": str(cache), "models": [asdict(each) for each in found]})
         return DONE
