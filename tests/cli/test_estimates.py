@@ -146,6 +146,15 @@ def test_the_time_left_follows_a_speed_that_changes_early() -> None:
         at.now += 60.0 if done == 0 else 5.0 if done < 20 else 1.0  # opens the model, is disturbed
 
 
+def test_the_time_left_begins_anew_with_other_work() -> None:
+    at, left = Clock(), TimeLeft()
+    for step_s in (100.0, 1.0):
+        for done in range(4):
+            told_s = left.seconds(at(), done, 4 - done)
+            at.now += step_s
+        assert told_s == step_s
+
+
 @pytest.mark.usefixtures("embeds_at_once")
 def test_an_ingest_of_mixed_sizes_tells_its_time_by_tokens_that_are_not_stored(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,7 @@ import typer
 
 import scripted
 from blendrag.cli import ask as asking
+from blendrag.cli import interrupt
 from blendrag.cli.app import app
 from blendrag.cli.output import Guarded, console, echo, print_json, say
 from blendrag.cli.progress import IngestProgress, StatusLine
@@ -203,6 +204,7 @@ def test_progress_of_an_ingest_says_which_step_is_under_way_if_it_is_known(
         IngestReport(step="encoding", work=4, work_done=1, **counted),
         IngestReport(work=4, work_done=1, **counted),
         IngestReport(documents=1),
+        IngestReport(documents=1, step="measuring", measured=0.25),
     ):
         progress(report)
     assert shown == [
@@ -211,7 +213,9 @@ def test_progress_of_an_ingest_says_which_step_is_under_way_if_it_is_known(
         "encoding; 25% done, 2 chunks, 9 tokens/s",
         "25% done, 2 chunks, 9 tokens/s",
         "reading the documents",
+        "measuring, which Ctrl-C puts off; 25% done",
     ]
+    assert interrupt.sentence().startswith("every document is stored; ")
 
 
 def test_tables_are_shown_and_their_cells_are_no_markup() -> None:

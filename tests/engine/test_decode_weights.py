@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tiny
-from blendrag.engine import BlendEngine, packed_files
+from blendrag.engine import BlendEngine, IngestReport, packed_files
 from blendrag.engine import decode_weights as choosing
 from blendrag.fusor import decode_agreement as agreeing
 from blendrag.model import decode_weights as packing
@@ -504,9 +504,32 @@ def test_an_ingest_measures_with_the_gate(
     engine = engines(decode_weights="auto")
     with caplog.at_level("INFO", "blendrag"):
         engine.ingest([tiny.document(0, 2)])
-    (said,) = [each for each in caplog.records if "measuring once" in each.getMessage()]
-    assert is_step(said)  # nothing is wrong
+    began, found = [each for each in caplog.records if is_step(each)]  # nothing is wrong
+    assert "measuring once whether" in began.getMessage()
+    assert found.getMessage().endswith(" decodes with int8 weights")
     assert engine.generate(QUESTION, max_new_tokens=3).metrics.decode_weights == "int8"
+
+
+@pytest.mark.usefixtures("texts")
+def test_an_ingest_that_is_interrupted_while_it_measures_has_stored_its_documents(
+    engines: Callable[..., BlendEngine],
+) -> None:
+    shares: list[float] = []
+
+    def watch(report: IngestReport) -> None:
+        if report.measured is not None:
+            shares.append(report.measured)
+            if report.measured >= 0.3:
+                raise KeyboardInterrupt
+
+    engine = engines(decode_weights="auto")
+    report = engine.ingest([tiny.document(0, 2)], watch)
+    assert report.interrupted
+    assert shares == pytest.approx([0.0, 0.0, 0.1, 0.2, 0.3])  # the first makes the copies
+    assert (report.documents, report.chunks_computed) == (1, 1)
+    again = engine.ingest([tiny.document(0, 2)])
+    assert (again.documents_unchanged, again.measured) == (1, None)
+    assert engine.kv_namespace.model.decode_weights.is_measurable
 
 
 @pytest.mark.usefixtures("texts")

@@ -124,7 +124,6 @@ def test_progress_names_each_step(tmp_path: Path) -> None:
         "opening the embedder and the model",
         "splitting lamp.txt",
         "opening and checking the model",
-        "measuring decode weights",
         "encoding",
         "embedding",
     ]

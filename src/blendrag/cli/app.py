@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter, defaultdict
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
@@ -111,8 +112,10 @@ def verify(
         measured: dict[Formats, DecodeAgreement] = {}
         if result.blendable:
             for name in CHOICES:
-                line.show(f"comparing {name} decode weights with the model's own")
-                weights[name] = compare(adapter, name, measured)
+                text = f"comparing {name} decode weights with the model's own"
+                line.show(text)
+                watch = partial(_show_share, line, text)
+                weights[name] = compare(adapter, name, measured, watch)
     if json:
         fields = {
             name: found if isinstance(found, str) else asdict(found) | {"share": found.share}
@@ -126,6 +129,10 @@ def verify(
             echo(f"  {fits.label} fits this model; the checks above are without it")
         _print_decode_weights(weights)
     return DONE if result.blendable else REFUSED_MODEL
+
+
+def _show_share(line: StatusLine, text: str, share: float) -> None:
+    line.show(f"{text}; {share:.0%} done", share, 1.0)
 
 
 def _print_verification(model: str, result: Verification) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
+from blendrag.cli import interrupt
 from blendrag.cli.output import console, count, duration, say
 from blendrag.store.durable import readable_size
 from blendrag.wording import printable_line
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 #: Between two printed lines.
 LINE_EVERY_S = 5.0
+#: What an ingest leaves that Ctrl-C ended after its last document.
+MEASURED_LATER = "every document is stored; decode weights are measured with the first answers"
 #: Most steps that are remembered.
 MARKS = 256
 
@@ -67,6 +70,8 @@ class TimeLeft:
     def seconds(self, now: float, done: float, left: float) -> float | None:
         """The time left for ``left`` at time ``now``; ``None`` before it can be told."""
         marks = self._marks
+        if not done and marks and marks[-1][0]:  # other work begins
+            marks.clear()
         if not marks or done > marks[-1][0]:
             marks.append((done, now))
         if len(marks) < 3 or done <= (first := marks[1][0]):
@@ -96,6 +101,11 @@ class IngestProgress(StatusLine):
 
     def __call__(self, totals: IngestReport) -> None:
         self.name_failures(totals.failures)
+        if totals.measured is not None:
+            interrupt.expect(MEASURED_LATER, grace_s=10.0)
+            text = f"{totals.step}, which Ctrl-C puts off; {totals.measured:.0%} done"
+            self.show(text, totals.measured, 1.0)
+            return
         step, of = totals.step, readable_size(totals.total_bytes)
         if not (step or totals.chunks):  # other machines read
             self.show("reading the documents")

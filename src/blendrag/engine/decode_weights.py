@@ -110,18 +110,28 @@ class DecodeWeightsChoice:
         return 0.0 if is_measured else 2 * TOKENS * len(TEXTS) * step_s
 
     def measure_all(
-        self, computed: Callable[[Callable[[], object]], object] = lambda call: call()
+        self,
+        computed: Callable[[Callable[[], object]], object] = lambda call: call(),
+        watch: Callable[[float], None] = lambda share: None,
     ) -> None:
-        """Find out whether packed weights may be used, if need be. ``computed`` calls each piece."""
+        """Find out whether packed weights may be used, if need be. ``computed`` calls each piece;
+        ``watch`` is called before each, with the share of the tokens that is measured."""
         computed(self.now)
-        if self.is_measurable:
-            log_step(
-                log,
-                "measuring once whether %s chooses the same tokens with %s weights: %d tokens",
-                *(short_model(self._adapter.model_id), AUTOMATIC, TOKENS * len(TEXTS)),
-            )
+        if not self.is_measurable:
+            return
+        model = short_model(self._adapter.model_id)
+        log_step(
+            log,
+            "measuring once whether %s chooses the same tokens with %s weights: %d tokens",
+            *(model, AUTOMATIC, TOKENS * len(TEXTS)),
+        )
         while self.is_measurable:
+            watch(self._measurement.share if self._measurement is not None else 0.0)
             computed(self.measure)
+        with self._adapter.lock:
+            why, _ = self._known()
+            weights = "its own" if self._chosen is None else self._chosen.name
+        log_step(log, "%s decodes with %s weights%s", model, weights, f": {why}" * bool(why))
 
     def measure(self) -> None:
         """Measure the next piece: the first one makes the copies, the last one chooses the weights."""
@@ -165,11 +175,15 @@ Formats = frozenset[tuple[str, str]]
 
 
 def compare(
-    adapter: ModelAdapter, name: str, measured: dict[Formats, DecodeAgreement] | None = None
+    adapter: ModelAdapter,
+    name: str,
+    measured: dict[Formats, DecodeAgreement] | None = None,
+    watch: Callable[[float], None] = lambda share: None,
 ) -> DecodeAgreement | str:
     """How the model decodes with ``name`` weights, measured now and remembered; or why it keeps its own.
 
     ``measured``: what was measured of the model before, for copies that two names have in common; grows.
+    ``watch`` is called before each token, with the share of them that is measured.
     """
     measured = {} if measured is None else measured
     with adapter.lock:
@@ -188,7 +202,7 @@ def compare(
             return made
         formats = frozenset((at, layer.kind.name) for at, layer in made.layers.items())
         if formats not in measured:
-            found = AgreementMeasurement(adapter, made).run()
+            found = AgreementMeasurement(adapter, made).run(watch)
             measured[formats] = replace(found, opening_s=opening_s)
         measurements.remember(_key(adapter, name), measured[formats])
         return measured[formats]

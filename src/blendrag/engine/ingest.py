@@ -99,6 +99,9 @@ class IngestReport:
     work_done: float = 0.0
     read_bytes: int = 0
     """Bytes of the given files that were read."""
+    measured: float | None = None
+    """Once every document is stored: the share of the measurement of decode weights that is done, if the
+    model needs one."""
     step: str = ""
     """What the run does now, such as ``reading a.pdf`` or ``encoding``; empty at its end."""
 
@@ -181,7 +184,7 @@ class IngestRun:
             first = [*islice(found, 1)]
             if first or not self._kv.is_new:
                 self._open()
-                report.warnings += self._kv.other_recipe()
+                report.warnings += self._kv.unlike_corpus()
                 with self._writer.pinned():
                     self._ahead = WorkAhead(chain(first, found), self._planned, reading, self._tell)
                     documents: Iterable[PlannedDocument] = self._ahead
@@ -192,6 +195,8 @@ class IngestRun:
                         self._ingest(planned)
                     report.done_bytes = report.total_bytes
                 self._rows.find_gone(report, inputs, seen, reading.read, prune)
+                self._writer.claim()
+                self._writer.measure_decode_weights(self._measured)
         if report.documents:
             embedder = self._corpus.manifest.embedder
             report.warnings += filter(None, [self._languages.warning(embedder)])
@@ -218,6 +223,11 @@ class IngestRun:
         report.encoding_s = written.seconds
         report.seconds = time.perf_counter() - self._began
         report.work = self._ahead.total
+
+    def _measured(self, share: float) -> None:
+        self._report.measured = share
+        self._report.step = "measuring decode weights"
+        self._tell()
 
     def _begin(self, step: str) -> None:
         if step != self._report.step:

@@ -119,8 +119,6 @@ class KVWriter:
             self._kv.writer.keep()
             self._computed(admit)
             self._computed(self._put_undated)
-            self._begun("measuring decode weights")
-            self._kv.model.decode_weights.measure_all(self._computed)
             self._admitted = True
         self._begun("encoding")
         began = time.perf_counter()
@@ -135,6 +133,12 @@ class KVWriter:
         self.written.tokens += kv.tokens
         self.written.size_bytes += stored_chunk_bytes(kv.layout, kv.tokens)
         self.written.seconds += time.perf_counter() - began
+
+    def measure_decode_weights(self, watch: Callable[[float], None]) -> None:
+        """Find out with which weights the model decodes, if this run has encoded something; else the first
+        answers find out. ``watch``: see :meth:`DecodeWeightsChoice.measure_all`."""
+        if self._admitted:
+            self._kv.model.decode_weights.measure_all(self._computed, watch)
 
     def claim(self) -> None:
         """Keep the run's KV from being collected in a remote. See :meth:`KVStore.claim`.

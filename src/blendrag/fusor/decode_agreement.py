@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,7 @@ class AgreementMeasurement:
         self.weights = weights
         self._adapter = adapter
         self._texts = list(texts or TEXTS)[::-1]
+        self._tokens = TOKENS * len(self._texts)
         self._caches: tuple[Any, Any] | None = None
         self._next = torch.empty(0)
         self._left = 0
@@ -91,9 +92,16 @@ class AgreementMeasurement:
             layers=self.weights.layers_by_format,
         )
 
-    def run(self) -> DecodeAgreement:
+    @property
+    def share(self) -> float:
+        """How much of it is done."""
+        return len(self._agreed) / self._tokens
+
+    def run(self, watch: Callable[[float], None] = lambda share: None) -> DecodeAgreement:
+        """All that is left; ``watch`` is called before each token with :attr:`share`."""
+        watch(self.share)
         while (found := self.step()) is None:
-            pass
+            watch(self.share)
         return found
 
     def _begin(self, text: str) -> None:
