@@ -60,6 +60,18 @@ class InvalidInputError(BlendragError, ValueError):
     """A value given by the caller cannot be used."""
 
 
+def check_question(question: str) -> None:
+    """Raise :class:`InvalidInputError` for what is no text, or has no words."""
+    if not isinstance(question, str):
+        raise InvalidInputError(
+            f"the question {quoted(question, 60)} is a {type(question).__name__}, expected a "
+            "text; ask in words"
+        )
+    if not question.strip():
+        raise InvalidInputError("the question is empty, expected some words; ask something")
+    check_unicode(question, "the question")
+
+
 def check_unicode(text: str, name: str) -> None:
     """Raise :class:`InvalidInputError` for other types, and for lone surrogates, which no tokenizer, file or
     database accepts.

@@ -308,6 +308,35 @@ def test_a_named_embedder_directory_is_remembered_in_full_and_used_again(
     assert "was embedded with" in asked
 
 
+def test_another_embedder_than_the_stores_is_refused_and_one_of_the_environment_is_said_to_be_ignored(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    search = "search", QUESTION, "--store", store
+    assert "was embedded with 'minilm-offline', not 'o/x'" in refused(*search, "--embedder", "o/x")
+    monkeypatch.setenv("BLENDRAG_EMBEDDER", "o/x")
+    found = invoke(*search)
+    assert found.exit_code == 0
+    assert said(found) == (
+        f"warning: embedder 'o/x' (BLENDRAG_EMBEDDER) ignored: store {store} was embedded with "
+        "'minilm-offline'; ingest into another store to use it"
+    )
+
+
+def test_settings_of_a_new_corpus_that_an_ingest_ignores_are_named(
+    store: Path, ingested: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = "ingest", ingested.parent / "docs", "--store", store
+    monkeypatch.setenv("BLENDRAG_CHUNK_TOKENS", "64")
+    assert "warning" not in invoke(*again).stderr
+    monkeypatch.setenv("BLENDRAG_CHUNK_TOKENS", "128")
+    monkeypatch.setenv("BLENDRAG_KV_ENCODING", "int8")
+    told = [line for line in invoke(*again).stderr.splitlines() if line.startswith("warning: ")]
+    assert [line.split(";")[0] for line in told] == [
+        f"warning: BLENDRAG_CHUNK_TOKENS 128 ignored: store {store} has chunk_tokens 64",
+        f"warning: BLENDRAG_KV_ENCODING int8 ignored: store {store} has kv_encoding native",
+    ]
+
+
 def test_a_lost_corpus_is_reported_and_can_be_ingested_again(
     store: Path, model_dir: Path, docs: Path
 ) -> None:

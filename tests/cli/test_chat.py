@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from blendrag.corpus.corpus import Corpus
 from cli.commands import QUESTION, ask, invoke, refused
 
 MORE = ("--max-new-tokens", "4", "--top-k", "1")
@@ -56,6 +59,17 @@ def test_a_chat_without_documents_is_refused_before_the_first_question(
     store = tmp_path / "store"
     assert "no corpus" in refused("chat", "--store", store, "--model", str(model_dir))
     assert not store.exists()
+
+
+@pytest.mark.parametrize("command", [("ask", QUESTION), ("chat",), ("search", QUESTION)])
+def test_a_store_whose_documents_were_removed_is_refused_before_the_engine_is_made(
+    command: tuple[str, ...], store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Corpus.open(store) as corpus:
+        for source in corpus.sources():
+            corpus.remove_source(source)
+    monkeypatch.delattr("blendrag.cli.options.engine_for")
+    assert "holds no chunks; ingest first" in refused(*command, "--store", store)
 
 
 def test_ctrl_c_ends_the_answer_and_ctrl_d_the_conversation(

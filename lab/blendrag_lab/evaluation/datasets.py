@@ -21,7 +21,7 @@ import numpy as np
 from blendrag.config import DEFAULT_EMBEDDER, settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.database import DIRECTORY
-from blendrag.corpus.embedder import Embedder, embedder_of
+from blendrag.corpus.embedder import Embedder, check_embedder, embedder_of
 from blendrag.corpus.retriever import Retriever
 from blendrag.errors import InvalidInputError
 from blendrag.model.tokens import Tokens
@@ -121,6 +121,7 @@ def open_dataset(
         chunker = Chunker(tokens.text, chunk_tokens or FILE_TOKENS)
         return read_dataset(path, chunker, searched, n_cases, n_chunks)
     with Corpus.open(store, read_only=True) as corpus:
+        check_embedder(embedder, corpus.manifest, store)
         retriever = Retriever(corpus, embedder_of(corpus.manifest, store, embedder))
         chunker = Chunker(tokens.text, chunk_tokens or corpus.manifest.chunk_tokens)
 

@@ -89,6 +89,8 @@ def adapt(
     recipe = Recipe(steps=steps, batch=batch, rank=rank, learning_rate=learning_rate)
     given = context.params
     store = _store(given["store"], documents, questions)
+    if store is not None and not questions:
+        options.require_documents(store)
     name = _model(given["model"], store, bool(given["trust_remote_code"]))
     with StatusLine(f"loading {name}") as line:
         defaults = settings()

@@ -35,8 +35,7 @@ from blendrag.cli.served import (
     pieces,
     server_of,
 )
-from blendrag.config import settings
-from blendrag.errors import BlendragError, check_unicode
+from blendrag.errors import BlendragError, check_question, check_unicode
 
 if TYPE_CHECKING:
     from blendrag.corpus.filters import Filter
@@ -76,7 +75,7 @@ def ask(
 ) -> int:
     """Answer a question over the ingested documents; the answer streams to stdout."""
     begin(verbose, "the answer was abandoned; the store is intact")
-    check_unicode(question, "the question")
+    check_question(question)
     if explain is not None:
         options.require_place("--explain", explain, ".html")
     top_k = context.params["top_k"]
@@ -84,10 +83,11 @@ def ask(
         told = print_answer(served, silent=json)
         _show(told, sources, json, options.most_tokens(context))
         return DONE
+    chosen = options.filter_of(only, where)
+    options.require_documents(context.params["store"], chosen)
     began = time.perf_counter()
     request = options.request_options(context, explain=explain is not None)
     imported_s = time.perf_counter() - began
-    chosen = options.filter_of(only, where)
     with options.engine_for(context) as engine:
         answer = print_answer(
             engine.ask_stream(question, top_k, request, filter=chosen), silent=json
@@ -166,31 +166,23 @@ class _Conversation:
     shown_notes: set[str] = field(default_factory=set)
 
     def begin(self) -> None:
-        """Find the server, or open the model. A filter on a field that does not exist is refused here."""
+        """Find the server, or open the model. Refuses what no question can be asked with."""
+        options.require_documents(self.context.params["store"], self.chosen)
         if (server := server_of(self.context)) is not None:
             try:
                 server.check()
             except NotServed as why:
                 server.not_used(why)
             else:
-                self._check_filter()
                 self.server = server
                 say("note", f"answered by the server of this store at {server.record.url}; {_KEYS}")
                 return
         self._open()
 
-    def _check_filter(self) -> None:
-        if self.chosen is not None:
-            from blendrag.corpus.corpus import Corpus
-
-            store = self.context.params["store"] or settings().store
-            with Corpus.open(store, read_only=True) as corpus:
-                corpus.allowed(self.chosen)
-
     def _open(self) -> BlendEngine:
         self.request = options.request_options(self.context)
         engine = self.held.enter_context(options.engine_for(self.context))
-        engine.require_corpus().allowed(self.chosen)
+        engine.require_corpus()
         began = time.perf_counter()
         with StatusLine("opening the model"):
             engine.open_retrieval()

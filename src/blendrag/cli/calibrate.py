@@ -64,6 +64,7 @@ def calibrate(
         top_k=context.params["top_k"] or defaults.top_k,
         questions=_questions(questions),
     )
+    options.require_documents(context.params["store"])
     with options.engine_for(context) as engine:
         with StatusLine("measuring the first prompt") as line:
 

@@ -19,7 +19,7 @@ from typer.models import ArgumentInfo
 from blendrag import option
 from blendrag.cli.importing import without_collection
 from blendrag.config import OPTIONS, EngineOptions, RequestDefaults, Settings, settings
-from blendrag.errors import InvalidInputError, InvalidOptionError
+from blendrag.errors import CorpusError, InvalidInputError, InvalidOptionError
 from blendrag.option import Option
 from blendrag.store import regular_files
 from blendrag.store.durable import readable_size
@@ -262,6 +262,23 @@ def filter_of(only: Sequence[str] | None, where: Sequence[str] | None) -> Filter
     from blendrag.corpus.filters import chosen
 
     return chosen(only, where, ("--only", "--where"))
+
+
+def require_documents(store: Path | None, filter: Filter | None = None) -> None:
+    """Refuse a corpus without documents, and a filter on a field that no document has, before anything large
+    is imported. A corpus that cannot be opened is left to the engine, which knows why.
+
+    Raises :class:`InvalidInputError`, :class:`InvalidOptionError`.
+    """
+    from blendrag.corpus.corpus import Corpus
+
+    try:
+        corpus = Corpus.open(store or settings().store, read_only=True)
+    except CorpusError:
+        return
+    with corpus:
+        corpus.require_documents()
+        corpus.allowed(filter)
 
 
 def engine_beside(

@@ -13,7 +13,7 @@ from blendrag.cli.importing import without_collection
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import console, print_json, say, shown_pages
 from blendrag.config import settings
-from blendrag.errors import check_unicode
+from blendrag.errors import check_question
 
 if TYPE_CHECKING:
     from blendrag.corpus.retriever import RetrievedChunk
@@ -34,9 +34,9 @@ def search(
 ) -> int:
     """Show the passages that a question finds, the best first. Loads no language model."""
     begin(verbose, "the search was abandoned; the store is intact")
-    check_unicode(question, "the question")
+    check_question(question)
     from blendrag.corpus.corpus import Corpus
-    from blendrag.corpus.embedder import embedder_of
+    from blendrag.corpus.embedder import check_embedder, embedder_of
     from blendrag.corpus.reranker import Reranker
     from blendrag.corpus.retriever import Retriever
 
@@ -46,9 +46,10 @@ def search(
     reads_only = bool(given["read_only"])
     # an embedder is imported and loaded when something is looked for
     with Corpus.open(root, read_only=reads_only) as corpus, without_collection():
-        embedder = embedder_of(
-            corpus.manifest, root, given["embedder"] or settings().embedder, trusts
-        )
+        corpus.require_documents()
+        check_embedder(given["embedder"], corpus.manifest, root)
+        named = given["embedder"] or settings().embedder
+        embedder = embedder_of(corpus.manifest, root, named, trusts)
         reranker = None if name is None else Reranker(name, trusts)
         retriever = Retriever(corpus, embedder, given["search"], reranker)
         found = retriever.retrieve(

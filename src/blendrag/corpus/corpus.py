@@ -148,6 +148,15 @@ class Corpus:
         """The manifest, and whether there are documents."""
         return self.file.known("state", lambda: (self.manifest_or_none, self.has_documents))
 
+    def require_documents(self) -> Manifest | None:
+        """The manifest. Raises :class:`InvalidInputError` if there are no documents."""
+        manifest, has_documents = self.state()
+        if not has_documents:
+            raise InvalidInputError(
+                f"the corpus at {self.directory} holds no chunks; ingest first (blendrag ingest PATH…)"
+            )
+        return manifest
+
     def begin(self, manifest: Manifest) -> None:
         """Set the manifest, unless there are documents already, and remember the one that holds now.
 

@@ -340,6 +340,18 @@ class Embedder:
             )
 
 
+def check_embedder(named: str | None, manifest: Manifest, root: Path) -> None:
+    """Raise :class:`InvalidInputError` if the corpus at ``root`` has vectors of another embedder than the one
+    that an option names. Vectors of the application's own are compared when they are given."""
+    if named is None or manifest.embedder.startswith(GIVEN):
+        return
+    if not same_embedder(named, manifest.embedder):
+        raise InvalidInputError(
+            f"store {root} was embedded with {manifest.embedder!r}, not {named!r}; leave the embedder out "
+            "or ingest into another store"
+        )
+
+
 def embedder_of(
     manifest: Manifest,
     root: Path,
@@ -347,7 +359,8 @@ def embedder_of(
     trust_remote_code: bool = False,
     turns: EmbeddingTurns | None = None,
 ) -> Embedder:
-    """The embedder of the corpus at ``root``. ``named``: by the user, in this call.
+    """The embedder of the corpus at ``root``. ``named``: by the user, in this call or in the environment; if
+    the corpus has another, a warning says so.
 
     ``trust_remote_code`` applies only to an embedder that the user named. Raises :class:`InvalidInputError`
     if only the store names the embedder, and in a way that is not trusted.
@@ -355,6 +368,11 @@ def embedder_of(
     if named is not None and same_embedder(named, manifest.embedder):
         return Embedder(named, trust_remote_code=trust_remote_code, turns=turns)
     if not manifest.embedder.startswith(GIVEN):
+        if named is not None:
+            logger.warning(
+                "embedder %r%s ignored: store %s was embedded with %r; ingest into another store to use it",
+                *(named, of_variable("embedder", named), root, manifest.embedder),
+            )
         check_recorded(manifest.embedder, root, "embedder")
     return Embedder(manifest.embedder, recorded=True, turns=turns)
 

@@ -27,10 +27,9 @@ from blendrag.corpus.embedding_turns import Check, proceed
 from blendrag.corpus.filters import FilterLike
 from blendrag.corpus.reranker import Reranker
 from blendrag.corpus.search import FoundChunk, SearchQuery
-from blendrag.errors import InvalidInputError, check_unicode
+from blendrag.errors import check_question
 from blendrag.text.names import page_label
 from blendrag.text.readers import MetadataValue
-from blendrag.wording import quoted
 
 #: A question goes on with the one before if the two together are nearer to a chunk than this share of the
 #: distance of the question alone. Chosen on the demo's corpora: most questions such as "And how wide is it?"
@@ -117,22 +116,10 @@ class Retriever:
         Raises :class:`InvalidInputError` for an empty question, an empty corpus, ``top_k`` < 1, or a wrong
         filter.
         """
-        if not isinstance(question, str):
-            raise InvalidInputError(
-                f"the question {quoted(question, 60)} is a {type(question).__name__}, expected a "
-                "text; ask in words"
-            )
-        if not question.strip():
-            raise InvalidInputError("the question is empty, expected some words; ask something")
-        check_unicode(question, "the question")
+        check_question(question)
         OPTIONS["top_k"].check(top_k)
         OPTIONS["search"].check(search)
-        manifest, has_documents = self.corpus.state()
-        if not has_documents:
-            raise InvalidInputError(
-                f"the corpus at {self.corpus.directory} holds no chunks; ingest first "
-                "(blendrag ingest PATH…)"
-            )
+        manifest = self.corpus.require_documents()
         allowed = self.corpus.allowed(filter)
         if allowed is not None and not allowed.size:
             return []

@@ -9,7 +9,7 @@ import numpy as np
 
 from blendrag.config import DEFAULT_EMBEDDER, settings
 from blendrag.corpus.corpus import Corpus
-from blendrag.corpus.embedder import Embedder, embedder_of
+from blendrag.corpus.embedder import Embedder, check_embedder, embedder_of
 from blendrag.corpus.retriever import Retriever
 from blendrag.distillation.adapt import TrainingCorpus
 from blendrag.distillation.material import Group, documents_as_groups, with_nearest
@@ -95,6 +95,7 @@ def _of_store(
     alone, records = _questions(questions, chunker)
     made = tuple(groups)
     if alone:
+        check_embedder(embedder, manifest, root)
         retriever = Retriever(corpus, embedder_of(manifest, root, embedder))
         made = with_nearest(
             groups, alone, lambda asked: [c.text for c in retriever.retrieve(asked, NEAREST)]

@@ -47,7 +47,7 @@ def dry_run(
     corpus, chunker = kv.corpus.current, kv.corpus.chunker()
     if corpus is not None and corpus.manifest_or_none is not None:
         kv.corpus.check(corpus)
-    report, unchanged, languages = IngestReport(warnings=kv.other_recipe()), 0, Languages()
+    report, unchanged, languages = IngestReport(warnings=kv.unlike_corpus()), 0, Languages()
     chunks: dict[str, Chunk] = {}
     unembedded: dict[str, Chunk] = {}
     for document, _ in documents_of(inputs, report, patterns):

@@ -108,18 +108,21 @@ class KVNamespace:
             if self.is_new and self.model.adapter.refusal is None:
                 self.writer.fit(self.model.adapter)
 
-    def other_recipe(self) -> list[str]:
-        """That the corpus's documents were encoded by another recipe than an ingest now does, if so."""
+    def unlike_corpus(self) -> list[str]:
+        """What the corpus has otherwise than an ingest is asked for: settings of a new corpus, and the recipe
+        by which chunks are encoded."""
         manifest, now = self.corpus.settled_manifest, self.recipe
         if manifest is None:
             return []
+        told = self.corpus.ignored_settings(manifest)
         then = manifest.recipe
         if then == now or not manifest.namespace:
-            return []
+            return told
         before, other = then.unlike(now), now.unlike(then)
         return [
+            *told,
             f"store {self.root} holds KV of {before}, which is kept apart from that of {other}; questions "
-            "use the new KV, and documents that are not ingested again get theirs when they are asked about"
+            "use the new KV, and documents that are not ingested again get theirs when they are asked about",
         ]
 
     @property

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from blendrag.config import DEFAULT_EMBEDDER, Settings
+from blendrag.config import DEFAULT_EMBEDDER, Settings, of_variable, variable_of
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.database import DIRECTORY, FILE_NAME, EmptyDatabase
-from blendrag.corpus.embedder import GIVEN, Embedder, absolute_embedder, embedder_of, same_embedder
+from blendrag.corpus.embedder import Embedder, absolute_embedder, check_embedder, embedder_of
 from blendrag.corpus.embedding_turns import Check, EmbeddingTurns, proceed
 from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.reranker import Reranker
@@ -78,7 +78,7 @@ class CorpusSettings:
 
     def check(self, manifest: Manifest, root: Path) -> None:
         """Raise :class:`InvalidInputError` if the corpus at ``root`` has other settings."""
-        self.check_embedder(manifest, root)
+        check_embedder(self.embedder, manifest, root)
         wrong = {}
         if self.chunk_tokens not in (None, manifest.chunk_tokens):
             tokens = manifest.chunk_tokens
@@ -95,16 +95,6 @@ class CorpusSettings:
         for option, why in wrong.items():
             raise InvalidInputError(
                 f"store {root} {why}; leave {option} out or ingest into another store"
-            )
-
-    def check_embedder(self, manifest: Manifest, root: Path) -> None:
-        """Raise :class:`InvalidInputError` if the vectors are from another embedder."""
-        if self.embedder is None or manifest.embedder.startswith(GIVEN):
-            return  # compared when vectors are given
-        if not same_embedder(self.embedder, manifest.embedder):
-            raise InvalidInputError(
-                f"store {root} was embedded with {manifest.embedder!r}, not "
-                f"{self.embedder!r}; leave the embedder out or ingest into another store"
             )
 
 
@@ -243,6 +233,16 @@ class ModelCorpus:
         self._check_owner(manifest)
         self._corpus_settings.check(manifest, self.root)
 
+    def ignored_settings(self, manifest: Manifest) -> list[str]:
+        """Settings of a new corpus that the environment names, where this one has others."""
+        own = {"chunk_tokens": manifest.chunk_tokens, "kv_encoding": manifest.encoding}
+        return [
+            f"{variable_of(name)} {given} ignored: store {self.root} has {name} {own[name]}; ingest into "
+            "another store to use it"
+            for name in own
+            if (given := getattr(self.settings, name)) != own[name] and of_variable(name, given)
+        ]
+
     def _check_owner(self, manifest: Manifest) -> None:
         if manifest.tokenizer_fingerprint != self._model.tokens.fingerprint:
             raise InvalidInputError(
@@ -342,7 +342,7 @@ class ModelCorpus:
         trusted, turns = self._model.trust_remote_code, self.embedding_turns
         if manifest is None:
             return Embedder(given or DEFAULT_EMBEDDER, trust_remote_code=trusted, turns=turns)
-        self._corpus_settings.check_embedder(manifest, self.root)
+        check_embedder(self._corpus_settings.embedder, manifest, self.root)
         return embedder_of(manifest, self.root, given, trusted, turns)
 
     @opened
