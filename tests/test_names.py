@@ -41,7 +41,9 @@ WITHOUT_PRIVATE_NAMES = (
 )
 
 
-def test_tests_ask_for_behaviour_or_public_names():
+@cache
+def our_private_names() -> frozenset[str]:
+    """Names that begin with an underscore and that blendrag gives to something."""
     ours = set[str]()
     for path in (
         path for root in (ROOT / "src", ROOT / "integrations") for path in root.rglob("*.py")
@@ -51,9 +53,43 @@ def test_tests_ask_for_behaviour_or_public_names():
                 ours.add(node.name)
             elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
                 ours.add(node.id if isinstance(node, ast.Name) else node.attr)
-    private = {name for name in ours if re.match("_[a-z]", name)} - {
-        "_replace"
-    }  # of named tuples, too
+    # named tuples have a _replace, too
+    return frozenset(name for name in ours if re.match("_[a-zA-Z]", name)) - {"_replace"}
+
+
+#: Of Python itself.
+PRIVATE_OF_PYTHON = {"_asdict", "_exit", "_fields", "_getframe", "_parser", "_replace"}
+
+
+def test_only_compat_uses_private_parts_of_other_packages():
+    known = our_private_names() | PRIVATE_OF_PYTHON
+    found = {
+        f"{path.relative_to(ROOT).as_posix()}: {name}"
+        for root in ("src", "integrations")
+        for path in (ROOT / root).rglob("*.py")
+        if "tests" not in path.parts and path.name != "compat.py"
+        for node in nodes(path)
+        for name in _taken(node)
+        if re.match("_[a-zA-Z]", name) and name not in known
+    }
+    assert not found, "give it a function and a test in model/compat.py"
+
+
+def _taken(node: ast.AST) -> list[str]:
+    """The names that ``node`` takes from something else."""
+    if isinstance(node, ast.Attribute):
+        return [node.attr] if _is_foreign(node.value) else []
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        module = getattr(node, "module", None) or ""
+        if module.startswith(("blendrag", "langchain_blendrag", "llama_index.llms.blendrag")):
+            return []
+        parts = [part for each in node.names for part in f"{module}.{each.name}".split(".")]
+        return [part for part in parts if part != "_typeshed"]  # only for mypy
+    return []
+
+
+def test_tests_ask_for_behaviour_or_public_names():
+    private = {name for name in our_private_names() if name[1].islower()}
     found = {
         f"{path.relative_to(ROOT).as_posix()}: {node.attr}"
         for root in ("tests", "integrations", "lab")
