@@ -8,13 +8,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from blendrag.chat.probes import USER, try_render
 from blendrag.config import of_variable
 from blendrag.errors import InvalidOptionError
+from blendrag.option import did_you_mean, near_names
 from blendrag.wording import quoted
 
 if TYPE_CHECKING:
@@ -118,9 +118,8 @@ def _refuse_unknown(tokens: Tokens, given: Mapping[str, Any]) -> None:
     for name in sorted(set(given) - COMMON - of_rendering.keys()):
         read = tokens.template_names
         if read is not None and name not in read:
-            close = get_close_matches(name, [*COMMON, *read], n=1)
-            meant = f"did you mean {close[0]}? " if close else ""
+            meant = did_you_mean(near_names([name], [*COMMON, *read]), "leave it out")
             raise InvalidOptionError(
                 "chat_template_kwargs",
-                f"{_has(name)}, which this model's chat template does not read; {meant}leave it out",
+                f"{_has(name)}, which this model's chat template does not read; {meant}",
             )

@@ -6,7 +6,6 @@ a :class:`SchemaError` with file and line. ``docs/schemas.md`` describes the tag
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ from itertools import compress, islice
 from xml.parsers import expat
 
 from blendrag.errors import SchemaError
+from blendrag.option import did_you_mean, near_names
 from blendrag.schema.nodes import (
     ROLES,
     Argument,
@@ -421,7 +421,7 @@ def _misplaced(item: _Element, parent: _Element) -> str:
     allowed += ["scaffold"] if parent.tag == "schema" else []
     tags = ", ".join(f"<{tag}>" for tag in allowed)
     return (
-        f"<{item.tag:.80}> is no tag of a schema, expected {tags}{did_you_mean(item.tag, allowed)}; "
+        f"<{item.tag:.80}> is no tag of a schema, expected {tags}{meant(item.tag, allowed)}; "
         "write &lt; for < in text"
     )
 
@@ -538,7 +538,7 @@ def _check_scaffold(schema: Schema, scaffold: Scaffold) -> None:
             raise SchemaError(
                 scaffold.at,
                 f"scaffold names {quoted(name, 80)}, expected a module of the schema"
-                f"{did_you_mean(name, schema.modules)}",
+                f"{meant(name, schema.modules)}",
             )
         for union, member in places[name].choices:
             if chosen.setdefault(union, member) is not member:
@@ -549,10 +549,10 @@ def _check_scaffold(schema: Schema, scaffold: Scaffold) -> None:
                 )
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
+def meant(name: str, names: Iterable[str]) -> str:
     """``" (did you mean 'miami'?)"``, or nothing."""
     if len(name) > MAX_COMPARED_CHARS:
         return ""
     compared = [each for each in islice(names, MAX_COMPARED) if len(each) <= MAX_COMPARED_CHARS]
-    close = difflib.get_close_matches(name, compared, 1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
+    near = near_names([name], compared)
+    return f" ({did_you_mean(map(repr, near), '')})" if near else ""
