@@ -15,7 +15,7 @@ import transformers
 from blendrag.config import Settings, absolute_model
 from blendrag.engine.decode_weights import DecodeWeightsChoice
 from blendrag.errors import InvalidInputError, UnsupportedModelError
-from blendrag.fusor import Fusor, verdicts
+from blendrag.fusor import Fusor
 from blendrag.fusor.composer import CHECKS_VERSION, Composer, ComposerChecks
 from blendrag.model import measurements
 from blendrag.model.adapter import ModelAdapter
@@ -117,9 +117,10 @@ class LazyModel:
 
     @opened
     def composer(self) -> Composer:
-        key = verdicts.key_of(f"composer {CHECKS_VERSION}", self.adapter)
+        adapter, what = self.adapter, f"composer {CHECKS_VERSION}"
+        key = measurements.key_of(what, adapter.identity.namespace, adapter.device)
         known = measurements.recall(key, ComposerChecks)
-        composer = Composer(self.adapter, known)
+        composer = Composer(adapter, known)
         if known is None:
             measurements.remember(key, composer.checks)
         return composer

@@ -234,7 +234,7 @@ class _Prompt:
 
 
 def _part(name: str, value: Any, rows: slice, by_token: Mapping[str, int]) -> Any:
-    """Of the argument ``name``, the entries of some ``rows``, if it has one for each token."""
+    """The entries of the argument ``name`` for these ``rows``, if it has one for each token."""
     if isinstance(value, tuple):
         return tuple(_part(f"{name}.{i}", each, rows, by_token) for i, each in enumerate(value))
     if name not in by_token or not isinstance(value, torch.Tensor):

@@ -9,8 +9,6 @@ import torch
 
 from blendrag.fusor.gate import GATE_VERSION, Verification
 from blendrag.model import measurements
-from blendrag.model.adapter import ModelAdapter
-from blendrag.model.measurements import libraries
 
 
 def recall(namespace: str, device: torch.device) -> Verification | None:
@@ -23,10 +21,5 @@ def remember(namespace: str, device: torch.device, verification: Verification) -
     measurements.remember(_key(namespace, device), verification.as_dict())
 
 
-def key_of(what: str, adapter: ModelAdapter) -> str:
-    """Names ``what`` was measured of the loaded model with these libraries on its device."""
-    return f"{what}, {adapter.identity.namespace}, {libraries()}, {adapter.device.type}"
-
-
 def _key(namespace: str, device: torch.device) -> str:
-    return f"gate {GATE_VERSION}, {namespace}, {libraries()}, {device.type}"
+    return measurements.key_of(f"gate {GATE_VERSION}", namespace, device)

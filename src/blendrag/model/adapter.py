@@ -440,7 +440,7 @@ class ModelAdapter:
             fingerprint.geometry(text, getattr(text, "layer_types", None) or ()),
         )
         digest = digest_fields(part.encode() for part in parts)
-        return f"{what}, {digest}, {measurements.libraries()}, {self.device.type}"
+        return measurements.key_of(what, digest, self.device)
 
     @torch.inference_mode()
     def _find_composition(self) -> None:

@@ -91,6 +91,11 @@ def warn_unwritable(error: Exception) -> None:
     )
 
 
+def key_of(what: str, namespace: str, device: torch.device) -> str:
+    """Names ``what`` was measured of the model of ``namespace`` with these libraries on ``device``."""
+    return f"{what}, {namespace}, {libraries()}, {device.type}"
+
+
 def libraries() -> str:
     """The versions of what computes."""
     return f"torch {torch.__version__}, transformers {transformers.__version__}"

@@ -421,7 +421,7 @@ class Definition(NamedTuple):
 
     @staticmethod
     def parse(written: str) -> Definition:
-        """Of what ``Tokenizer.to_str`` writes, without spaces and the model last."""
+        """The tokenizer that ``Tokenizer.to_str`` wrote, without spaces and the model last."""
         decode, parts, at = json.JSONDecoder().raw_decode, dict[str, Any](), 1
         while True:
             name, at = decode(written, at)

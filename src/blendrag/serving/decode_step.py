@@ -22,7 +22,6 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, DynamicLayer
 
-from blendrag.fusor import verdicts
 from blendrag.fusor.attention import NotServedError, attend_token, implementation, require_plain
 from blendrag.fusor.cache import BlendCache, BlendLayer
 from blendrag.fusor.pack import output_like
@@ -152,7 +151,8 @@ def may_decode_together(pool: KVPool[Any], requests: int) -> bool:
 def _serves(adapter: ModelAdapter) -> bool:
     """Whether joint steps serve a hybrid model, whose layers may raise anything there."""
     try:
-        key = verdicts.key_of(f"joint steps {STEPS_VERSION}", adapter)
+        what = f"joint steps {STEPS_VERSION}"
+        key = measurements.key_of(what, adapter.identity.namespace, adapter.device)
         serves = measurements.recall(key, bool)
         if serves is None:
             serves = steps_agree(adapter)
