@@ -21,7 +21,7 @@ from uvicorn.config import LOGGING_CONFIG
 from blendrag import __version__
 from blendrag.cli import extras, options, progress
 from blendrag.cli.app import app
-from blendrag.cli.importing import without_collection
+from blendrag.cli.importing import lasting_imports
 from blendrag.cli.options import ANSWER_TOKENS
 from blendrag.cli.output import Guarded, print_json
 from blendrag.cli.progress import StatusLine
@@ -84,7 +84,7 @@ def test_the_garbage_collector_never_looks_at_what_a_command_imports(
 
 def test_a_process_that_has_imported_torch_keeps_its_garbage_collected() -> None:
     frozen = gc.get_freeze_count()
-    with without_collection():
+    with lasting_imports():
         assert gc.isenabled()
     assert gc.get_freeze_count() == frozen
 

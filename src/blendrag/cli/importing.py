@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without_collection() -> Iterator[None]:
+def lasting_imports() -> Iterator[None]:
     """Within this context torch and transformers are imported for this process.
 
     They make half a million objects that stay until the process ends. The collector looks at none of them,

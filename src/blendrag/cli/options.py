@@ -17,7 +17,7 @@ import typer
 from typer.models import ArgumentInfo
 
 from blendrag import option
-from blendrag.cli.importing import without_collection
+from blendrag.cli.importing import lasting_imports
 from blendrag.config import OPTIONS, EngineOptions, RequestDefaults, Settings, settings
 from blendrag.errors import CorpusError, InvalidInputError, InvalidOptionError
 from blendrag.option import Option
@@ -242,7 +242,7 @@ def given(parameters: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]
 
 def request_options(context: typer.Context, **more: Any) -> Options:
     """The request options of a command."""
-    with without_collection():
+    with lasting_imports():
         from blendrag.engine import Options
 
     values = given(context.params, REQUEST)
@@ -295,7 +295,7 @@ def engine_beside(
 
 def engine_for(context: typer.Context, for_ingest: bool = False, **more: Any) -> BlendEngine:
     """The engine that the options of a command describe."""
-    with without_collection():
+    with lasting_imports():
         from blendrag.corpus.recorded_model import model_for
         from blendrag.engine import BlendEngine
 

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from blendrag.cli import options
-from blendrag.cli.importing import without_collection
+from blendrag.cli.importing import lasting_imports
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import console, print_json, say, shown_pages
 from blendrag.config import settings
@@ -45,7 +45,7 @@ def search(
     name = given["reranker"] or settings().reranker
     reads_only = bool(given["read_only"])
     # an embedder is imported and loaded when something is looked for
-    with Corpus.open(root, read_only=reads_only) as corpus, without_collection():
+    with Corpus.open(root, read_only=reads_only) as corpus, lasting_imports():
         corpus.require_documents()
         check_embedder(given["embedder"], corpus.manifest, root)
         named = given["embedder"] or settings().embedder

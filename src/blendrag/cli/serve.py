@@ -16,7 +16,7 @@ import typer
 from blendrag import __version__
 from blendrag.cli import interrupt, options
 from blendrag.cli.extras import ray_function
-from blendrag.cli.importing import without_collection
+from blendrag.cli.importing import lasting_imports
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import count, say
 from blendrag.cli.progress import StatusLine
@@ -122,7 +122,7 @@ def serve(
     }  # fmt: skip
     for name in (name for name, value in of_ray.items() if value is not None):
         raise InvalidInputError(f"{name} without --ray, expected both; one process is one replica")
-    with without_collection():
+    with lasting_imports():
         from blendrag.server.app import create_app
         from blendrag.server.running import serve as serve_until_signal
         from blendrag.server.service import Limits, Service
