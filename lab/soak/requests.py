@@ -38,8 +38,8 @@ import scripted
 import tiny
 from blendrag.corpus.documents import NewEntry
 from blendrag.engine import BlendEngine
+from blendrag.engine.background_writer import Job
 from blendrag.engine.exact_prefixes import family_of
-from blendrag.engine.kv_writer import Job
 from blendrag.engine.request import Request
 from blendrag.engine.schemas import ENCODED_NOW, _key
 from blendrag.engine.stream import AnswerStream

@@ -17,7 +17,8 @@ import tiny
 import writers
 from blendrag.config import settings
 from blendrag.engine import BlendEngine, Options
-from blendrag.engine.kv_writer import BackgroundWriter, KVWriter
+from blendrag.engine.background_writer import BackgroundWriter
+from blendrag.engine.kv_writer import KVWriter
 from blendrag.engine.library import Entry
 from blendrag.engine.neighbours import Neighbours
 from blendrag.engine.rendering import build_rag_prompt

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import tiny
-from blendrag.engine import Answer, BlendEngine, Options, kv_writer, packing_rule
-from blendrag.engine.kv_writer import BackgroundWriter, Job
+from blendrag.engine import Answer, BlendEngine, Options, background_writer, packing_rule
+from blendrag.engine.background_writer import BackgroundWriter, Job
 from blendrag.errors import RequestCancelled, StoreFullError
 from blendrag.planning.controller import Controller
 
@@ -230,7 +230,7 @@ def test_a_cancelled_request_stops_encoding_first(engine):
 
 
 def test_the_queue_of_chunks_to_encode_is_bounded(engine, monkeypatch):
-    monkeypatch.setattr(kv_writer, "QUEUED_CHUNKS", 1)
+    monkeypatch.setattr(background_writer, "QUEUED_CHUNKS", 1)
     keys, text = lose(engine), tiny.prompt(engine, 0, 1)
     assert len(keys) > 1
     store, namespace = engine.store, engine.adapter.identity.namespace

@@ -9,7 +9,7 @@ import pytest
 
 import tiny
 from blendrag.engine import planner
-from blendrag.engine.kv_writer import Job
+from blendrag.engine.background_writer import Job
 from blendrag.errors import InvalidInputError, StoreUnavailableError
 from blendrag.planning import controller
 from blendrag.planning.controller import blended_s

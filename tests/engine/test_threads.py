@@ -19,7 +19,7 @@ import torch
 
 import tiny
 from blendrag.engine import BlendEngine, Options, lazy_model
-from blendrag.engine.kv_writer import Job
+from blendrag.engine.background_writer import Job
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import InvalidInputError, NoThreadError, RequestTimeout
 from blendrag.frameworks.streaming import to_thread

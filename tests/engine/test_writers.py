@@ -19,8 +19,8 @@ from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.unused_writers import remove_unused_writers
 from blendrag.engine import BlendEngine, Options
+from blendrag.engine.background_writer import Job
 from blendrag.engine.kv_namespace import opened_namespace
-from blendrag.engine.kv_writer import Job
 from blendrag.engine.library import Entry
 from blendrag.engine.planner import HEAD_ONLY
 from blendrag.engine.rendering import build_rag_prompt

@@ -15,16 +15,9 @@ import pytest
 
 from blendrag.errors import InvalidInputError, UnreadableDocumentError
 from blendrag.store.tiered import open_store
+from blendrag.text.inputs import Patterns, scan_inputs
 from blendrag.text.outline import outline_of
-from blendrag.text.readers import (
-    PAGE_STARTS,
-    Document,
-    Patterns,
-    digest_of,
-    open_documents,
-    page_at,
-    scan_inputs,
-)
+from blendrag.text.readers import PAGE_STARTS, Document, digest_of, open_documents, page_at
 from text import hostile_files
 
 

@@ -12,9 +12,10 @@ import pytest
 
 from blendrag.errors import UnreadableDocumentError
 from blendrag.text import xlsx_files
+from blendrag.text.inputs import scan_inputs
 from blendrag.text.limited_reading import ReaderPool
 from blendrag.text.outline import outline_of
-from blendrag.text.readers import open_documents, scan_inputs
+from blendrag.text.readers import open_documents
 from blendrag.text.tables import tables_of
 
 openpyxl = pytest.importorskip("openpyxl")

@@ -39,7 +39,8 @@ from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.errors import IdentityChangedError, InvalidInputError, StoreFullError
 from blendrag.planning.profile import cores
 from blendrag.text.chunking import Chunk, chunk_id_of
-from blendrag.text.readers import ALL, Document, Patterns
+from blendrag.text.inputs import ALL, Patterns
+from blendrag.text.readers import Document
 from blendrag_ray.ingest_stages import EmbedChunks, EncodeChunks, IngestPlan, Row, read_file
 from blendrag_ray.nodes import on_every_node
 from blendrag_ray.ray_session import ray_session

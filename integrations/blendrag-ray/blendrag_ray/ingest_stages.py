@@ -34,8 +34,8 @@ from blendrag.config import Settings
 from blendrag.corpus.embedder import Embedder
 from blendrag.engine.ingest import damage_of, documents_in, named_failure
 from blendrag.engine.kv_namespace import KVNamespace
-from blendrag.engine.kv_writer import KVWriter, beside
-from blendrag.engine.neighbours import Neighbours
+from blendrag.engine.kv_writer import KVWriter
+from blendrag.engine.neighbours import Neighbours, beside
 from blendrag.errors import (
     BlendragError,
     InvalidInputError,

@@ -22,7 +22,7 @@ from blendrag.text.names import short_name
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine, IngestReport
-    from blendrag.text.readers import Patterns
+    from blendrag.text.inputs import Patterns
 
 #: Size limit of ``--prefix-file``.
 MAX_PREFIX_BYTES = MIB
@@ -80,7 +80,7 @@ def ingest(
     Safe to interrupt and to repeat.
     """
     begin(verbose, "nothing new was stored; repeat the command to go on")
-    from blendrag.text.readers import Patterns
+    from blendrag.text.inputs import Patterns
 
     patterns = Patterns(tuple(include or ()), tuple(exclude or ()))
     _require_documents(paths, patterns)
@@ -116,7 +116,7 @@ def _runner(ray: bool, workers: int | None, gpus_per_worker: float | None) -> Ru
 
 def _require_documents(paths: list[Path], patterns: Patterns) -> None:
     """Refuse missing paths and an empty corpus before the model is loaded."""
-    from blendrag.text.readers import scan_inputs
+    from blendrag.text.inputs import scan_inputs
 
     found = scan_inputs(paths, patterns, most=1)
     if not found.files:

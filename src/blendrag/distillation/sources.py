@@ -18,8 +18,8 @@ from blendrag.engine.rendering import prefix_token_ids
 from blendrag.errors import InvalidInputError, UnreadableDocumentError
 from blendrag.model.tokens import Tokens
 from blendrag.text.chunking import Chunker
+from blendrag.text.inputs import scan_inputs
 from blendrag.text.limited_reading import read_documents
-from blendrag.text.readers import scan_inputs
 from blendrag.wording import quoted
 
 #: Nearest passages among which that of a question is looked for.

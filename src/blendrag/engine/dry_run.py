@@ -15,7 +15,8 @@ from blendrag.fusor import gate, verdicts
 from blendrag.serving.scheduler import Scheduler
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.text.chunking import Chunk
-from blendrag.text.readers import ALL, Patterns, digest_of
+from blendrag.text.inputs import ALL, Patterns
+from blendrag.text.readers import digest_of
 
 
 @dataclass(frozen=True)

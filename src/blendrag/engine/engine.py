@@ -33,6 +33,7 @@ from blendrag.engine import profiling, publishing
 from blendrag.engine.answering import Answering
 from blendrag.engine.answers import AnswerIterator, AsyncAnswerIterator
 from blendrag.engine.asking import Asking
+from blendrag.engine.background_writer import BackgroundWriter
 from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
 from blendrag.engine.dry_run import DryRun, dry_run
 from blendrag.engine.exact_prefixes import ExactPrefixes
@@ -40,7 +41,6 @@ from blendrag.engine.exposition import exposition
 from blendrag.engine.ingest import IngestReport, Inputs, Watch
 from blendrag.engine.kept_kv import KeptKV
 from blendrag.engine.kv_namespace import KVNamespace, opened_namespace
-from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.learning import Learner
 from blendrag.engine.library import Library
 from blendrag.engine.planner import Planner
@@ -71,8 +71,8 @@ from blendrag.serving.thread_queue import QueueState, ThreadQueue
 from blendrag.signatures import shows
 from blendrag.store.base import StoreStats
 from blendrag.store.tiered import KVStore
+from blendrag.text.inputs import ALL, Patterns
 from blendrag.text.prompt import SegmentedPrompt
-from blendrag.text.readers import ALL, Patterns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

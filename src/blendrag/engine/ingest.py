@@ -45,9 +45,10 @@ from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import NATIVE_ENCODING
 from blendrag.text.chunking import Chunk
+from blendrag.text.inputs import ALL, Patterns, scan_inputs
 from blendrag.text.limited_reading import read_documents
 from blendrag.text.names import short_name
-from blendrag.text.readers import ALL, Document, Patterns, check_document, digest_of, scan_inputs
+from blendrag.text.readers import Document, check_document, digest_of
 from blendrag.wording import log_step
 
 log = logging.getLogger(__name__)

@@ -21,9 +21,10 @@ import numpy as np
 
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.documents import LEARNED, Entry, NewEntry
+from blendrag.engine.background_writer import BackgroundWriter, Job
 from blendrag.engine.kept_kv import KeptKV
 from blendrag.engine.kv_namespace import KVNamespace
-from blendrag.engine.kv_writer import BackgroundWriter, Job, beside
+from blendrag.engine.neighbours import beside
 from blendrag.engine.request import Answer, Request
 from blendrag.errors import BlendragError
 from blendrag.fusor import BlendCache

@@ -28,11 +28,10 @@ from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.kv_writer import (
     KVWriter,
     Written,
-    beside,
     remember_namespace,
     with_loaded_identity,
 )
-from blendrag.engine.neighbours import Neighbours
+from blendrag.engine.neighbours import Neighbours, beside
 from blendrag.engine.request_spans import retrieval
 from blendrag.errors import BlendragError, InvalidInputError, check_unicode
 from blendrag.serving.scheduler import Scheduler

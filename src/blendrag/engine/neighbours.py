@@ -7,6 +7,7 @@ which precedes it in prompts (FusionRAG, arXiv 2601.12904).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.documents import StoredChunk, chunk_at
 from blendrag.text.chunking import Chunk
 
+T = TypeVar("T")
 #: A chunk under the title of its document, by which it is embedded.
 Titled = tuple[str, Chunk]
 
@@ -102,3 +104,8 @@ class Neighbours:
             if len(found) == self._most:
                 break
         return [*found.values()]
+
+
+def beside(items: Sequence[T], at: int) -> list[T]:
+    """What precedes ``items[at]``, or else what follows it; the nearest first."""
+    return [*reversed(items[:at])] or [*items[at + 1 :]]

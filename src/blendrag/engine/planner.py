@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
+from blendrag.engine.background_writer import BackgroundWriter
 from blendrag.engine.exact_prefixes import ExactPrefixes
 from blendrag.engine.kept_kv import KeptKV
 from blendrag.engine.kv_namespace import KVNamespace
-from blendrag.engine.kv_writer import BackgroundWriter
 from blendrag.engine.request import ASSISTED, REFUSED, Request
 from blendrag.engine.stream import AnswerStream
 from blendrag.errors import ContextOverflowError, InvalidInputError
