@@ -143,6 +143,21 @@ def test_files_that_the_pages_name_exist():
             assert (ROOT / page).parent.joinpath(link).exists(), (page, link)
 
 
+def test_modules_that_the_architecture_page_names_exist():
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w/]+\.py)`", page))
+    ends = [
+        path.as_posix()
+        for top in ("src", "integrations", "lab", "tests")
+        for path in (ROOT / top).rglob("*.py")
+    ]
+    ends.append("/conftest.py")
+    assert len(named) > 50
+    assert [
+        name for name in sorted(named) if not any(end.endswith(f"/{name}") for end in ends)
+    ] == []
+
+
 @pytest.mark.slow
 def test_the_site_has_no_broken_link_and_the_reference(tmp_path, monkeypatch):
     """As ``make docs`` builds it; with ``strict`` a broken link is an error."""
