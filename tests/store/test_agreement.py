@@ -12,7 +12,7 @@ import pytest
 from blendrag.errors import StoreFullError, StoreUnavailableError
 from blendrag.store.base import ForeignKVError, Probe
 from blendrag.store.identity import probe_key
-from blendrag.store.remote import shared_kv
+from blendrag.store.remote import agreement
 from blendrag.store.remote.objects import RemoteObjects
 from blendrag.store.remote.root import name_of
 from blendrag.store.remote.tier import Pause, RemoteTier
@@ -46,7 +46,7 @@ def machine(bucket, tmp_path):
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(shared_kv, "AGAIN_S", 0.0)
+    monkeypatch.setattr(agreement, "AGAIN_S", 0.0)
 
 
 @pytest.fixture

@@ -282,7 +282,7 @@ class KVStore(ProcessBound):
     ) -> bool:
         """Whether a remote holds KV that this machine computes, too; its KV counts as absent until then.
 
-        ``True`` without a remote. See :meth:`blendrag.store.remote.shared_kv.Agreement.reach`.
+        ``True`` without a remote. See :meth:`blendrag.store.remote.agreement.Agreement.reach`.
         """
         return self._shared is None or self._shared.agreement.reach(namespace, probe, create)
 
