@@ -29,7 +29,8 @@ def test_nobody_outside_the_engine_uses_its_insides() -> None:
     used = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in files
-        for node in ast.walk(ast.parse(path.read_text()))
+        if "kv_namespace" in (text := path.read_text())  # parsing all takes a second
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Attribute) and node.attr == "kv_namespace"
     ]
     assert not used

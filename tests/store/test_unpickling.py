@@ -89,6 +89,7 @@ def test_a_test_that_swallows_what_the_trap_raised_fails(pytester, monkeypatch):
     )
     pytester.makeconftest((TESTS.parent / "conftest.py").read_text())
     monkeypatch.setenv("PYTHONPATH", str(TESTS))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # importing them takes a second
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider")
     result.assert_outcomes(passed=2, errors=1)
     result.stdout.fnmatch_lines(["*unpickled in this test: pickle.loads*"])
