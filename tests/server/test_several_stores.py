@@ -161,6 +161,16 @@ def test_a_further_store_is_not_called_as_the_first_ones_model(
     assert tiny.one_sentence(result.stderr.strip())
 
 
+def test_a_further_store_that_is_not_there_is_refused_before_a_model_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("blendrag.cli.serve._open")
+    given = "--model", "demo", "--store", tmp_path / "one", "--serve", f"two={tmp_path / 'two'}"
+    result = invoke("serve", *given, "--port", "0")
+    assert result.exit_code == 2
+    assert f"there is no corpus at {tmp_path / 'two'}" in result.stderr
+
+
 @pytest.mark.slow
 def test_the_command_serves_them_and_questions_over_each_find_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -135,13 +135,14 @@ def serve(
     with at, options.engine_for(context, **defaults) as engine, ExitStack() as served:
         _check_names(roots, engine)
         _add_schemas(engine, schema or ())
+        beside = {
+            name: served.enter_context(options.engine_beside(engine, context, root, **defaults))
+            for name, root in roots.items()
+        }  # a store that is not there is refused before a model is opened
         _open(engine, needs_blending=not schema)
         if follows:
             served.enter_context(closing(engine.keep_following()))
-        beside: dict[str, BlendEngine] = {}
-        for name, root in roots.items():
-            other = options.engine_beside(engine, context, root, **defaults)
-            beside[name] = served.enter_context(other)
+        for name, other in beside.items():
             _open(other, name)
         address, taken, *_ = at.getsockname()
         has_keys, record = bool(keys.may_write), None
