@@ -37,6 +37,7 @@ def _benches(chosen: str) -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         help="Measure speed: interleaved rounds, medians.",
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
     for name, summary in SUMMARIES.items():
         command = load_bench(name).command if name == chosen else lambda: None

@@ -60,6 +60,7 @@ def test_the_shipped_models_are_listed_without_a_cache(hub: Path) -> None:
 def test_the_list_is_a_command_too_with_the_same_options() -> None:
     assert printed("models", "list") == printed("models")
     assert invoke("models", "list").stdout == invoke("models", "-v").stdout
+    assert "\n  pull " in invoke("models", "-h").stdout
     assert "No such command 'show'" in invoke("models", "show").stderr
 
 

@@ -35,8 +35,8 @@ from cli.commands import invoke, said
     ("command", "shown"),
     [
         (["--help"], "ingest"),
-        (["ask", "--help"], "--top-k"),
-        pytest.param(["bench", "--help"], "ttft", marks=pytest.mark.slow),
+        (["ask", "-h"], "--top-k"),
+        pytest.param(["bench", "-h"], "ttft", marks=pytest.mark.slow),
     ],
 )
 def test_help_imports_neither_torch_nor_transformers(command: list[str], shown: str) -> None:

@@ -48,6 +48,6 @@ class ListingGroup(TyperGroup):
     """A group that runs its command ``list`` if none is named, with the options that follow."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or (args[0].startswith("-") and args[0] != "--help"):
+        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
             args = ["list", *args]
         return super().parse_args(ctx, args)
