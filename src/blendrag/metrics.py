@@ -92,7 +92,8 @@ class RequestMetrics:
     learned_tokens: int = 0
     """Tokens of passages that were learned from this prompt, because an earlier one had them, too."""
     decode_weights: str = "native"
-    """Weights that the tokens behind the first were decoded with: the model's own, or packed copies."""
+    """Weights that the tokens behind the first were decoded with: the model's own, or packed copies of all
+    layers (``int8``, ``int4``) or of the LM head (``head``)."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON-ready dictionary."""

@@ -448,6 +448,36 @@ def test_auto_measures_in_the_background_and_then_uses_weights_that_agree(
 
 
 @pytest.mark.usefixtures("texts")
+@pytest.mark.parametrize(("wrong", "name"), [(["int8"], "head"), (["int8", "int4"], "native")])
+def test_auto_packs_the_lm_head_alone_if_other_copies_choose_other_tokens(
+    wrong: list[str],
+    name: str,
+    engines: Callable[..., BlendEngine],
+    products: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packing, "EXACT_LOGITS", 8)
+    for each in wrong:
+        kind = packing.FORMATS[each]
+        negated = replace(kind, pack=lambda weight, pack=kind.pack: pack(-weight))
+        monkeypatch.setitem(packing.FORMATS, each, negated)  # type: ignore[arg-type]
+    loaded = model()
+    engine = engines(loaded, decode_weights="auto")
+    choice = engine.kv_namespace.model.decode_weights
+    choice.measure_all()
+    chosen = choice.now()
+    assert list(chosen.layers if chosen else []) == ["lm_head"] * (name == "head")
+    products.clear()
+    answer = engine.generate(QUESTION, max_new_tokens=4)
+    assert answer.metrics.decode_weights == name
+    assert products == [1] * (answer.metrics.new_tokens - 1) * (name == "head")
+    own = engines(loaded, decode_weights="native").generate(QUESTION, max_new_tokens=4)
+    assert answer.text == own.text
+    again = engines(decode_weights="auto").generate(QUESTION, max_new_tokens=4)
+    assert again.metrics.decode_weights == name  # remembered
+
+
+@pytest.mark.usefixtures("texts")
 def test_no_request_waits_for_copies_that_it_does_not_use(
     engines: Callable[..., BlendEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -618,6 +648,7 @@ def test_exact_ties_count_as_agreement_and_other_tokens_do_not() -> None:
     def measured(change: Callable[[torch.Tensor], torch.Tensor]) -> agreeing.DecodeAgreement:
         class Fake:
             size_bytes = 1024
+            head = None
             layers_by_format: ClassVar[dict[str, int]] = {}
 
             def decode(self, forward: Any, **given: Any) -> Any:

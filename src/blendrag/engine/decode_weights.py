@@ -21,7 +21,7 @@ from blendrag.fusor.decode_agreement import TEXTS, TOKENS, AgreementMeasurement,
 from blendrag.model import decode_weights as packing
 from blendrag.model import measurements
 from blendrag.model.adapter import ModelAdapter
-from blendrag.model.decode_weights import NATIVE, DecodeWeights
+from blendrag.model.decode_weights import HEAD, NATIVE, DecodeWeights
 from blendrag.model.sharing import is_loaded
 from blendrag.planning.machine import available_bytes, processor_name
 from blendrag.store.durable import readable_size
@@ -32,7 +32,8 @@ log = logging.getLogger(__name__)
 #: Counts up when the numbers of rows are measured in another way.
 ROWS_VERSION = 3
 AUTO = "auto"
-#: The format of ``auto``; ``int4`` agrees less (docs/decode-weights.md).
+#: The format of ``auto``, which packs the LM head alone if that agrees too little; ``int4`` agrees still less
+#: (docs/decode-weights.md).
 AUTOMATIC = "int8"
 #: Least size of all copies for ``auto``: smaller models are read from the processor's caches.
 LEAST_BYTES = 32 * 2**20
@@ -71,8 +72,7 @@ class DecodeWeightsChoice:
     def _settle(self) -> None:
         self._chosen, self._measurement, self.note = None, None, ""
         is_auto = self._wanted == AUTO
-        name = AUTOMATIC if is_auto else self._wanted
-        why, self.is_measurable = self._known()
+        name, why, self.is_measurable = self._known()
         if not self.is_measurable:
             made = why or _made(self._adapter, name)
             if isinstance(made, DecodeWeights):
@@ -83,30 +83,39 @@ class DecodeWeightsChoice:
                 self.note = f"decode_weights {name} is not used: {made}"
         self._is_settled = True  # not if this was interrupted
 
-    def _known(self) -> tuple[str, bool]:
-        """Why the model keeps its own weights, in a clause or empty, and whether a measurement would tell."""
-        name = AUTOMATIC if self._wanted == AUTO else self._wanted
-        if why := _why_not(self._adapter, name):
-            return why, False
-        if not self._decodes_jointly():
-            return NOT_TOGETHER, False
-        if measurements.recall(_slow_key(self._adapter, name), bool):
-            return NOT_FASTER, False
+    def _known(self) -> tuple[str, str, bool]:
+        """The name of the packed weights, why the model keeps its own, in a clause or empty, and whether a
+        measurement would tell."""
         if self._wanted != AUTO:
-            return "", False
-        if packing.size_bytes(self._adapter.model) < LEAST_BYTES:
-            return "the model is small", False
+            return self._wanted, self._why_not(self._wanted), False
+        if why := self._why_not(AUTOMATIC):
+            return AUTOMATIC, why, False
+        if packing.size_bytes(self._adapter.model, AUTOMATIC) < LEAST_BYTES:
+            return AUTOMATIC, "the model is small", False
         known = measurements.recall(_key(self._adapter, AUTOMATIC), DecodeAgreement)
-        if known is None or known.suffices:
-            return "", known is None
-        return f"they choose the same token in {known.share:.1%} of steps", False
+        if known is None:
+            return AUTOMATIC, "", True
+        name = _sufficient(known)
+        if name == NATIVE:
+            return AUTOMATIC, f"they choose the same token in {known.share:.1%} of steps", False
+        return name, self._why_not(name), False
+
+    def _why_not(self, name: str) -> str:
+        """Why the model keeps its own weights instead of ``name``, whatever they choose, or empty."""
+        if why := _why_not(self._adapter, name):
+            return why
+        if not self._decodes_jointly():
+            return NOT_TOGETHER
+        if measurements.recall(_slow_key(self._adapter, name), bool):
+            return NOT_FASTER
+        return ""
 
     # -- auto -----------------------------------------------------------------------------------
 
     def expected_s(self, step_s: float) -> float:
         """Seconds of :meth:`measure_all` at most, from those of a forward of one token. Makes no copies."""
         with self._adapter.lock:
-            is_measured = self._wanted == NATIVE or not self._known()[1]
+            is_measured = self._wanted == NATIVE or not self._known()[2]
         return 0.0 if is_measured else 2 * TOKENS * len(TEXTS) * step_s
 
     def measure_all(
@@ -129,7 +138,7 @@ class DecodeWeightsChoice:
             watch(self._measurement.share if self._measurement is not None else 0.0)
             computed(self.measure)
         with self._adapter.lock:
-            why, _ = self._known()
+            why = self._known()[1]
             weights = "its own" if self._chosen is None else self._chosen.name
         log_step(log, "%s decodes with %s weights%s", model, weights, f": {why}" * bool(why))
 
@@ -168,6 +177,14 @@ class DecodeWeightsChoice:
             *(adapter.model_id, AUTOMATIC, 100 * found.share, found.tokens, found.kl),
         )
         self._chosen = weights if found.suffices else None
+        if _sufficient(found) == HEAD:
+            made = _made(adapter, HEAD)
+            self._chosen = made if isinstance(made, DecodeWeights) else None
+
+
+def _sufficient(found: DecodeAgreement) -> str:
+    """The weights that ``auto`` uses after that measurement of :data:`AUTOMATIC`."""
+    return AUTOMATIC if found.suffices else HEAD if found.head_suffices else NATIVE
 
 
 #: The format of each layer that is packed.
@@ -230,7 +247,7 @@ def _why_not(adapter: ModelAdapter, name: str) -> str:
         return why
     if is_loaded(file_of(adapter, name)):  # by another engine
         return ""
-    needed, free = packing.size_bytes(adapter.model), available_bytes()
+    needed, free = packing.size_bytes(adapter.model, name), available_bytes()
     if needed > free * MOST_OF_MEMORY:
         return f"packed copies need {readable_size(needed)} of memory, and {readable_size(free)} are free"
     return ""

@@ -25,7 +25,7 @@ from blendrag.model.sharing import loaded_once
 log = logging.getLogger(__name__)
 
 #: Counts up when copies are made in another way, so that earlier files are not used.
-VERSION = 4
+VERSION = 5
 #: Files that are kept of a model: its weights change with an adapter (``lora``), and two may take turns.
 KEPT = 2
 #: Files that are kept of all models without a name together.
@@ -38,7 +38,7 @@ def packed_weights(adapter: ModelAdapter, name: str) -> PackedWeights:
     file = file_of(adapter, name)
 
     def load() -> PackedWeights:
-        found = _read(file, packing.linear_layers(adapter.model))
+        found = _read(file, packing.packed_layers(adapter.model, name))
         if found is None:
             found = packing.pack(adapter.model, name)
             _keep(file, found, partial(_remove_earlier, file, adapter, name))

@@ -3,14 +3,16 @@
 Each of :data:`TEXTS` is prefilled, and the model's own weights decode :data:`TOKENS` tokens greedily. Over a
 copy of the same KV, the packed weights get the same tokens. A step agrees if the token that they would choose
 has the highest logit of the model's own, which several may have: in bfloat16, logits near 16 lie 0.125 apart.
-Both decode one row at a time, because products of several rows round in another way.
+Both decode one row at a time, because products of several rows round in another way. The copy of the LM head
+alone is compared in the same steps, on what the model's own layers give the head.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +45,8 @@ class DecodeAgreement:
     """Opening them again, from the user's cache if they are kept there."""
     layers: dict[str, int] = field(default_factory=dict)
     """Packed layers by format."""
+    head_agreed: int = 0
+    """The steps in which the packed LM head would choose the same token behind the model's own layers."""
 
     @property
     def share(self) -> float:
@@ -51,6 +55,14 @@ class DecodeAgreement:
     @property
     def suffices(self) -> bool:
         return self.share >= LEAST_AGREEMENT
+
+    @property
+    def head_share(self) -> float:
+        return self.head_agreed / self.tokens
+
+    @property
+    def head_suffices(self) -> bool:
+        return self.head_share >= LEAST_AGREEMENT
 
 
 class AgreementMeasurement:
@@ -67,6 +79,7 @@ class AgreementMeasurement:
         self._next = torch.empty(0)
         self._left = 0
         self._agreed: list[bool] = []
+        self._head_agreed: list[bool] = []
         self._kl: list[float] = []
         self._seconds = [0.0, 0.0]
 
@@ -90,6 +103,7 @@ class AgreementMeasurement:
             packed_s,
             self.weights.size_bytes,
             layers=self.weights.layers_by_format,
+            head_agreed=sum(self._head_agreed),
         )
 
     @property
@@ -119,15 +133,32 @@ class AgreementMeasurement:
             for cache in self._caches
         )
         began = time.perf_counter()
-        expected = model(**own).logits[0, -1]  # [V]
+        with self._calls_of_head() as calls:
+            expected = model(**own).logits[0, -1]  # [V]
         middle = time.perf_counter()
         found = self.weights.decode(model, **packed).logits[0, -1]
         self._seconds[0] += middle - began
         self._seconds[1] += time.perf_counter() - middle
         self._next = expected.argmax()
         self._agreed.append(bool(expected[found.argmax()] == expected.max()))
+        for hidden, logits in calls:
+            assert self.weights.head is not None
+            chosen = self.weights.head.multiply(hidden)[0, -1].argmax()
+            self._head_agreed.append(bool(logits[0, -1, chosen] == logits[0, -1].max()))
         likely, by_packed = (logits.float().log_softmax(-1) for logits in (expected, found))
         self._kl.append(float((likely.exp() * (likely - by_packed)).sum()))
+
+    @contextmanager
+    def _calls_of_head(self) -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+        """Inputs and outputs of the LM head's own weights in this context; none if it has no copy."""
+        calls: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with ExitStack() as stack:
+            if (head := self.weights.head) is not None:
+                hook = head.layer.register_forward_hook(
+                    lambda layer, inputs, output: calls.append((inputs[0], output))
+                )
+                stack.callback(hook.remove)
+            yield calls
 
 
 #: Texts of several kinds, of about 60 tokens each.

@@ -7,7 +7,8 @@ The idea is that of gpt-fast's ``quantize.py``, the operators are torch's.
 
 - :data:`FORMATS`: ``int8`` (a scale for each output channel), ``int4`` (scale and zero for 32 inputs),
   ``blocks`` (8 bits, scale and zero for 16 or 32 inputs: the numbers of a GGUF file).
-- :func:`linear_layers`, :func:`why_not`: what is packed, and why a model keeps its own weights.
+- :func:`linear_layers`, :func:`packed_layers`, :func:`why_not`: what is packed, and why a model keeps its own
+  weights.
 - :func:`pack`: the copies, which :class:`DecodeWeights` uses.
 - :func:`most_rows`: measures up to how many rows they are faster.
 """
@@ -35,6 +36,8 @@ from blendrag.model.weight_blocks import EIGHT_BITS, FOUR_BITS, Grid, grids_by_u
 
 #: The name of the model's own weights.
 NATIVE = "native"
+#: The name of copies of the LM head alone.
+HEAD = "head"
 #: Inputs that share a scale and a zero in ``int4``, and at most in ``blocks``.
 GROUP = 32
 #: Layers with fewer weights keep their own: there the call takes longer than the reading.
@@ -191,14 +194,21 @@ def is_available() -> bool:
     return True
 
 
-def size_bytes(model: nn.Module) -> int:
+def packed_layers(model: nn.Module, name: str) -> dict[str, nn.Linear]:
+    """By name, the :func:`linear_layers` of which decode weights ``name`` have copies."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    layers = linear_layers(model)
+    return {at: layer for at, layer in layers.items() if name != HEAD or layer is head}
+
+
+def size_bytes(model: nn.Module, name: str) -> int:
     """Memory that packed copies of ``model`` take at most: 8 bits, and a scale and a zero for 16 inputs."""
-    return sum(layer.weight.numel() for layer in linear_layers(model).values()) * 5 // 4
+    return sum(layer.weight.numel() for layer in packed_layers(model, name).values()) * 5 // 4
 
 
 @torch.inference_mode()
 def pack(model: nn.Module, name: str) -> PackedWeights:
-    """Packed copies of the :func:`linear_layers` of ``model`` for decode weights ``name``.
+    """Packed copies of the :func:`packed_layers` of ``model`` for decode weights ``name``.
 
     With ``int8``, a layer that was unpacked from a file with blocks of 4 to 8 bits gets the numbers of the
     file. The LM head always has 4 bits, which only find the tokens whose logits its own weights compute.
@@ -213,7 +223,7 @@ def pack(model: nn.Module, name: str) -> PackedWeights:
         return _unpacked_from(layer.weight) or FORMATS["int8"]
 
     return PackedWeights(
-        (at, packed(one.weight, kind_of(one))) for at, one in linear_layers(model).items()
+        (at, packed(one.weight, kind_of(one))) for at, one in packed_layers(model, name).items()
     )
 
 
@@ -323,6 +333,11 @@ class DecodeWeights:
     @property
     def size_bytes(self) -> int:
         return sum(part.nbytes for layer in self.layers.values() for part in layer.packed)
+
+    @property
+    def head(self) -> PackedLayer | None:
+        """The copy of the LM head."""
+        return next((each for each in self.layers.values() if each.is_head), None)
 
     @property
     def layers_by_format(self) -> dict[str, int]:
