@@ -18,7 +18,7 @@ import psutil
 
 from blendrag_ray.ingest import ingest_on_ray
 from lab.soak.local_ray import local_ray
-from lab.soak.ray_ingest import digests, engine, payloads, rows, write_documents
+from lab.soak.ray_stores import digests, engine, payloads, rows, write_documents
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Payloads that are stored when the driver is killed, and how long that may take on a busy machine.

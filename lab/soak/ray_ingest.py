@@ -5,70 +5,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import signal
-import sqlite3
 import tempfile
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import typer
 
-import tiny
-from blendrag.engine import BlendEngine
 from blendrag_ray.ingest import ingest_on_ray
 from lab.soak.local_ray import local_ray
+from lab.soak.ray_driver import crash_driver
+from lab.soak.ray_stores import digests, engine, payloads, rows, save_model, write_documents
 
 #: What kills strike, by the titles of Ray's processes.
 VICTIMS = ("EncodeChunks", "EmbedChunks", "read_file")
-
-
-def save_model(folder: Path, **changes: Any) -> Path:
-    tiny.llama(**changes).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    return folder
-
-
-def write_documents(folder: Path, count: int, begin: int = 0) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for number in range(begin, begin + count):
-        (folder / f"d{number:04}.txt").write_text(tiny.document(number).text)
-    return folder
-
-
-def engine(model: Path, root: Path, **changes: Any) -> BlendEngine:
-    """One whose embedder counts words."""
-    made = BlendEngine(model, root, chunk_tokens=128, learn=False, **changes)
-    made.use_embedder(tiny.WordEmbedder())
-    return made
-
-
-def payloads(root: Path) -> dict[str, tuple[str, str]]:
-    """Name and digest of the payload of every key. Each put has a name of its own."""
-    found = {}
-    for path in root.glob("kv/*/*/*.kv"):
-        key = path.name.partition(".")[0]
-        assert key not in found, f"{key} was put twice"
-        found[key] = path.name, hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
-
-
-def digests(root: Path) -> dict[str, str]:
-    return {key: digest for key, (_, digest) in payloads(root).items()}
-
-
-def rows(root: Path) -> list[Any]:
-    """Everything that the corpus says of documents, chunks and vectors."""
-    with sqlite3.connect(root / "corpus" / "corpus.sqlite") as file:
-        return [
-            file.execute(f"SELECT * FROM {table} ORDER BY 1").fetchall()
-            for table in ("document", "chunk", "passage", "anchor")
-        ]
 
 
 class Killer(threading.Thread):
@@ -136,8 +90,6 @@ def main(
     kills: int = 100, per_run: int = 10, documents: int = 200, layers: int = 12, seed: int = 1
 ) -> None:
     """Runs of ``--per-run`` kills each, until there were ``--kills``."""
-    from lab.soak.ray_driver import crash_driver
-
     with tempfile.TemporaryDirectory(prefix="crash-") as name:
         kept = crash_driver(Path(name), save_model(Path(name) / "model"), documents=30)
         typer.echo(f"driver killed; {kept} payloads kept, and the next ingest completed")

@@ -16,8 +16,9 @@ from blendrag_ray import nodes
 from blendrag_ray.ingest import check_nodes
 from blendrag_ray.ingest_stages import IngestPlan
 from lab.soak.local_ray import local_ray
-from lab.soak.ray_ingest import crash, engine, save_model
+from lab.soak.ray_ingest import crash
 from lab.soak.ray_replicas import measure, prepare
+from lab.soak.ray_stores import engine, save_model
 
 #: On a busy machine each process takes a minute to import torch.
 TIMEOUT_S = 900

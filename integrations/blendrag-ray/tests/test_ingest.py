@@ -9,7 +9,7 @@ import pytest
 import tiny
 from blendrag_ray.ingest import Share
 from cli.commands import refused
-from lab.soak.ray_ingest import write_documents
+from lab.soak.ray_stores import write_documents
 
 
 def test_without_ray_it_says_what_to_install(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from blendrag.store.remote.root import RemoteRoot
 from blendrag_ray import ingest as distributed
 from blendrag_ray import ingest_stages
 from blendrag_ray.ingest_stages import EmbedChunks, EncodeChunks, read_file
-from lab.soak.ray_ingest import digests, engine, payloads, rows, save_model, write_documents
+from lab.soak.ray_stores import digests, engine, payloads, rows, save_model, write_documents
 
 
 @pytest.fixture(scope="module")
