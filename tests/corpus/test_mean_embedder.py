@@ -1,4 +1,7 @@
-"""MiniLM without sentence-transformers: the same vectors, for the models that it can compute only."""
+"""MiniLM without sentence-transformers: the same vectors, for the models that it can compute only.
+
+sentence-transformers is imported where it is compared: every worker reads this file.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sentence_transformers import SentenceTransformer
 
 from blendrag.corpus.embedder import Embedder, packaged_minilm
 from blendrag.corpus.embedder_files import ModelFiles
@@ -33,6 +35,8 @@ def folder() -> Path:
 
 
 def test_vectors_are_those_of_sentence_transformers_bit_by_bit(folder: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
     ours, theirs = (
         MeanEmbedder(str(folder), 256, True),
         SentenceTransformer(str(folder), device="cpu"),
@@ -60,6 +64,8 @@ def test_a_question_is_embedded_without_sentence_transformers(
 def test_a_gpu_is_used_by_sentence_transformers(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from sentence_transformers import SentenceTransformer
+
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
     assert isinstance(Embedder(str(folder))._loaded(), SentenceTransformer)
 

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import typer
 from rich.progress import Progress
-from scipy import stats
 
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import console, print_json
@@ -300,6 +299,8 @@ def measure(
 
 def correlation(stored: Sequence[PromptDeviation]) -> tuple[LayerCorrelation, ...]:
     """Figure 8, of layers 1 and 2, 2 and 3, …"""
+    from scipy import stats  # imported where it is used: it takes long
+
     found = []
     for layer in range(1, len(stored[0].kv) - 1):
         rhos = [float(stats.spearmanr(*one.kv[layer : layer + 2]).statistic) for one in stored]
@@ -309,6 +310,8 @@ def correlation(stored: Sequence[PromptDeviation]) -> tuple[LayerCorrelation, ..
 
 def _mean_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Mean and its 95% interval (Student's, as prompts are few); of one value the interval is the value."""
+    from scipy import stats
+
     mean, n = float(np.mean(values)), len(values)
     reach = float(stats.t.ppf(UPPER, n - 1) * stats.sem(values)) if n > 1 else 0.0
     return mean, mean - reach, mean + reach

@@ -9,11 +9,10 @@ import shutil
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import typer
-from matplotlib.axes import Axes
 from pydantic import TypeAdapter
 
 import tiny
@@ -38,6 +37,9 @@ from lab.pages.quality_page import (
 )
 from lab.pages.writers_page import frontiers, writers_text
 from lab.tests.evaluation.invented import baseline, row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PUBLISHED = Path(__file__).parents[3] / "docs" / "quality.md"
 
