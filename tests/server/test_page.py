@@ -353,6 +353,18 @@ def test_files_are_sent_listed_and_removed(tmp_path, visit) -> None:
         documents.get_by_role("button").first.wait_for(state="detached")
 
 
+def test_a_file_that_is_dropped_beside_the_documents_is_not_opened(served, visit) -> None:
+    opened = """(text) => {
+        const dataTransfer = new DataTransfer();
+        dataTransfer.items.add(text ? "text" : new File(["a"], "a.txt"), ...(text ? ["text/plain"] : []));
+        const drop = new DragEvent("drop", { bubbles: true, cancelable: true, dataTransfer });
+        return document.body.dispatchEvent(drop);
+    }"""
+    page = visit(served)
+    assert page.evaluate(opened, False) is False
+    assert page.evaluate(opened, True) is True  # into the question
+
+
 def test_an_answer_streams_and_stops_on_the_server_too(slow, visit, monkeypatch) -> None:
     model, before = slow.engine.adapter.model, slow.service.admission.outcomes["cancelled"]
     monkeypatch.setattr(model, "default", "word " * 2900)
