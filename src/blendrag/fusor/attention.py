@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from blendrag.errors import is_out_of_memory
-from blendrag.fusor.rows import AnyRows, Rows, Stripe
+from blendrag.fusor.rows import AnyRows, AttentionBlock, Rows
 from blendrag.model import compat
 from blendrag.model.kv_compare import NOISE, content, magnitude, misfit
 from blendrag.model.sharing import only_here
@@ -151,7 +151,7 @@ def has_fused_kernels(key: torch.Tensor, value: torch.Tensor) -> bool:
 
 
 def _striped(
-    stripe: Stripe,
+    stripe: AttentionBlock,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

@@ -23,7 +23,7 @@ from blendrag.model.windows import Window
 BLOCK_ROWS = 96
 #: The same where most rows of the prompt are computed.
 RUN_ROWS = 512
-#: Rows of a :class:`Stripe`.
+#: Rows of a stripe (:meth:`Rows.stripes`).
 STRIPE_ROWS = 512
 #: Rows times tokens of the prompt from which stripes are faster than blocks on a GPU.
 STRIPED_PRODUCTS = 1 << 26
@@ -53,17 +53,6 @@ class AttentionBlock(NamedTuple):
         rows, keys = self.bias.shape
         bias = _new_bias(sharing, rows, keys, self.bias)
         return self._replace(bias=bias.copy_(self.bias).flatten(0, 1))
-
-
-class Stripe(NamedTuple):
-    """Rows ``[a, b)``, which all see keys ``[0, lo)``, attending keys ``[lo, hi)`` under ``bias``
-    ``[G·(b-a), hi-lo]``, folded."""
-
-    a: int
-    b: int
-    lo: int
-    hi: int
-    bias: torch.Tensor
 
 
 class PackPart(NamedTuple):
@@ -166,7 +155,7 @@ class Rows:
         self._host = host
         self._stretch = stretch
         self._blocks: dict[tuple[Window | None, torch.dtype, int], list[AttentionBlock]] = {}
-        self._stripes: dict[tuple[torch.dtype, int], list[Stripe]] = {}
+        self._stripes: dict[tuple[torch.dtype, int], list[AttentionBlock]] = {}
         self._biases: dict[tuple[int, int, Window | None, torch.dtype, int], torch.Tensor] = {}
 
     @property
@@ -213,9 +202,9 @@ class Rows:
             self._blocks[key] = self._cut(*key)
         return self._blocks[key]
 
-    def stripes(self, dtype: torch.dtype, sharing: int) -> list[Stripe]:
-        """The rows as stripes for ``sharing`` query heads per KV head; none if they are few, or if their
-        positions are only on the device."""
+    def stripes(self, dtype: torch.dtype, sharing: int) -> list[AttentionBlock]:
+        """The rows as stripes: blocks, folded for ``sharing`` query heads per KV head, whose rows all see the
+        keys before ``lo``. None if they are few, or if their positions are only on the device."""
         if self._host is None or self.count * self.prompt_tokens < STRIPED_PRODUCTS:
             return []
         key = (dtype, sharing)
@@ -225,7 +214,8 @@ class Rows:
                 b = min(a + STRIPE_ROWS, self.count)
                 lo, hi = int(self._host[a]), int(self._host[b - 1]) + 1
                 hidden = self._hidden(slice(a, b), slice(lo, hi), None)
-                self._stripes[key].append(Stripe(a, b, lo, hi, self._bias(hidden, dtype, sharing)))
+                bias = self._bias(hidden, dtype, sharing)
+                self._stripes[key].append(AttentionBlock(a, b, lo, hi, bias))
         return self._stripes[key]
 
     def _cut(self, window: Window | None, dtype: torch.dtype, sharing: int) -> list[AttentionBlock]:
