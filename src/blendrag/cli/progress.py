@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 #: Between two printed lines.
 LINE_EVERY_S = 5.0
 #: What an ingest leaves that Ctrl-C ended after its last document.
-MEASURED_LATER = "every document is stored; decode weights are measured with the first answers"
+MEASURED_LATER = (
+    "every document is stored; decode weights are measured between the answers of blendrag chat and serve, "
+    "or by blendrag verify MODEL"
+)
 #: Most steps that are remembered.
 MARKS = 256
 

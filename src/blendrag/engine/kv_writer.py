@@ -122,8 +122,8 @@ class KVWriter:
         self.written.seconds += time.perf_counter() - began
 
     def measure_decode_weights(self, watch: Callable[[float], None]) -> None:
-        """Find out with which weights the model decodes, if this run has encoded something; else the first
-        answers find out. ``watch``: see :meth:`DecodeWeightsChoice.measure_all`."""
+        """Find out with which weights the model decodes, if this run has encoded something; else that is
+        found out between answers. ``watch``: see :meth:`DecodeWeightsChoice.measure_all`."""
         if self._admitted:
             self._kv.model.decode_weights.measure_all(self._computed, watch)
 
