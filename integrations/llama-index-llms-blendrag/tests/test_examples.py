@@ -13,6 +13,7 @@ from llama_index.core.instrumentation import get_dispatcher
 import example_scripts
 from blendrag.engine import BlendEngine
 from embedding_once import each_text_is_embedded_once
+from few_documents import few_documents
 from llama_index.llms.blendrag import BlendLLM, BlendRetriever
 
 pytestmark = pytest.mark.slow
@@ -41,7 +42,7 @@ def table() -> Any:
 
 @pytest.fixture(scope="module")
 def demo(table: Any) -> Iterator[BlendEngine]:
-    """The embedded model over its corpus; the examples share the model."""
+    """The embedded model over all of its corpus; the examples share the model."""
     with table.demo_engine(table.CHUNK_TOKENS) as engine:
         yield engine
 
@@ -53,12 +54,15 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def printed_by(demo: BlendEngine, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+def printed_by(
+    demo: BlendEngine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
     def run(name: str, store: Path | None = None) -> str:
         handlers = get_dispatcher().event_handlers
         before = list(handlers)
         try:
-            example_scripts.run(name, store=store)
+            with few_documents(tmp_path):
+                example_scripts.run(name, store=store)
         finally:
             handlers[:] = before
         return capsys.readouterr().out
@@ -118,8 +122,9 @@ def test_escaped_texts_are_reused_between_escapes_and_noted(table: Any, demo: Bl
     assert "escaped" in note
 
 
-def test_the_notebook_prints_what_it_shows() -> None:
-    printed = example_scripts.run_notebook("llama_index.ipynb")
+def test_the_notebook_prints_what_it_shows(tmp_path: Path) -> None:
+    with few_documents(tmp_path):
+        printed = example_scripts.run_notebook("llama_index.ipynb")
     assert "skating" in printed[1]
     assert "archery" in printed[3]
     assert int(re.findall(r"(\d+) of \d+ tokens loaded\nblend", printed[2])[0]) > 200
