@@ -29,6 +29,8 @@ _UNITS |= {f"{unit}i": 1024**power for power, unit in enumerate("kmgt", start=1)
 _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 #: Least likeness of a misspelled name: "mdoe" is meant for "mode", and "template" not for "temperature".
 _NEAR = 0.75
+#: The same among the few names of a template or schema: "enable_thoughts" is meant for "enable_thinking".
+ALIKE = 0.6
 _SWITCH = {"true": True, "1": True, "yes": True, "on": True,
            "false": False, "0": False, "no": False, "off": False}  # fmt: skip
 
@@ -86,10 +88,15 @@ class Option:
         return core_schema.no_info_before_validator_function(check, handler(source))
 
 
-def near_names(unknown: Iterable[str], known: Iterable[str]) -> list[str]:
-    """The ``known`` names that are spelled almost like one of the ``unknown``, the nearest first."""
+def near_names(
+    unknown: Iterable[str], known: Iterable[str], similarity: float = _NEAR
+) -> list[str]:
+    """The ``known`` names that are spelled almost like one of the ``unknown``, the nearest first.
+
+    ``similarity``: how alike they are at least, as :func:`difflib.get_close_matches` counts it.
+    """
     names = sorted(known)
-    return [near for name in unknown for near in get_close_matches(name, names, 2, _NEAR)]
+    return [near for name in unknown for near in get_close_matches(name, names, 2, similarity)]
 
 
 def did_you_mean(near: Iterable[str], otherwise: str) -> str:

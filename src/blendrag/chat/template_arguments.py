@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from blendrag.chat.probes import USER, try_render
 from blendrag.config import of_variable
 from blendrag.errors import InvalidOptionError
-from blendrag.option import did_you_mean, near_names
+from blendrag.option import ALIKE, did_you_mean, near_names
 from blendrag.wording import quoted
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _refuse_unknown(tokens: Tokens, given: Mapping[str, Any]) -> None:
     for name in sorted(set(given) - COMMON - of_rendering.keys()):
         read = tokens.template_names
         if read is not None and name not in read:
-            meant = did_you_mean(near_names([name], [*COMMON, *read]), "leave it out")
+            meant = did_you_mean(near_names([name], [*COMMON, *read], ALIKE), "leave it out")
             raise InvalidOptionError(
                 "chat_template_kwargs",
                 f"{_has(name)}, which this model's chat template does not read; {meant}",

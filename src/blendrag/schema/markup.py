@@ -15,7 +15,7 @@ from itertools import compress, islice
 from xml.parsers import expat
 
 from blendrag.errors import SchemaError
-from blendrag.option import did_you_mean, near_names
+from blendrag.option import ALIKE, did_you_mean, near_names
 from blendrag.schema.nodes import (
     ROLES,
     Argument,
@@ -554,5 +554,5 @@ def meant(name: str, names: Iterable[str]) -> str:
     if len(name) > MAX_COMPARED_CHARS:
         return ""
     compared = [each for each in islice(names, MAX_COMPARED) if len(each) <= MAX_COMPARED_CHARS]
-    near = near_names([name], compared)
+    near = near_names([name], compared, ALIKE)
     return f" ({did_you_mean(map(repr, near), '')})" if near else ""
