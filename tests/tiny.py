@@ -734,13 +734,15 @@ def is_background() -> bool:
 
 
 @contextmanager
-def counted(target: Any, name: str) -> Iterator[list[tuple]]:
-    """Calls of ``target.name`` while the context lasts, by their arguments."""
+def counted(target: Any, name: str, in_background: bool = True) -> Iterator[list[tuple]]:
+    """Calls of ``target.name`` while the context lasts, by their arguments; without ``in_background``, those
+    that a request waits for."""
     real, own = getattr(target, name), name in vars(target)
     calls: list[tuple] = []
 
     def spy(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
+        if in_background or not is_background():
+            calls.append(args)
         return real(*args, **kwargs)
 
     setattr(target, name, spy)

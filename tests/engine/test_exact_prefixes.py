@@ -151,7 +151,8 @@ def test_few_requests_are_blended_as_before(engine):
 
 def test_two_requests_share_what_each_would_compute_in_full(engine):
     tiny.lose_kv(engine, *(key for i in range(3) for key in tiny.chunk_keys(engine, i)))
-    with tiny.counted(engine.kv_namespace.validity, "encode") as encoded:
+    validity = engine.kv_namespace.validity
+    with tiny.counted(validity, "encode", in_background=False) as encoded:
         first, second = together(engine, prompts(engine, 2))
     assert notes(first)
     assert not encoded
