@@ -37,7 +37,7 @@ from blendrag.engine.ingest import (
 )
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.errors import IdentityChangedError, InvalidInputError, StoreFullError
-from blendrag.planning.profile import cores
+from blendrag.planning.machine import cores
 from blendrag.text.chunking import Chunk, chunk_id_of
 from blendrag.text.inputs import ALL, Patterns
 from blendrag.text.readers import Document
