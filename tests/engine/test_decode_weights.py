@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -473,6 +474,8 @@ def test_auto_packs_the_lm_head_alone_if_other_copies_choose_other_tokens(
     assert products == [1] * (answer.metrics.new_tokens - 1) * (name == "head")
     own = engines(loaded, decode_weights="native").generate(QUESTION, max_new_tokens=4)
     assert answer.text == own.text
+    room = packing.size_bytes(loaded, "head") * 4 // 3  # too little for all copies
+    monkeypatch.setattr(choosing, "available_bytes", lambda: room)
     again = engines(decode_weights="auto").generate(QUESTION, max_new_tokens=4)
     assert again.metrics.decode_weights == name  # remembered
 
@@ -525,7 +528,7 @@ def test_numbers_of_rows_that_are_not_certain_are_measured_again(
 
 
 @pytest.mark.usefixtures("texts")
-def test_an_ingest_measures_with_the_gate(
+def test_an_ingest_measures_and_says_what_it_found(
     engines: Callable[..., BlendEngine],
     agrees: Callable[[bool], None],
     caplog: pytest.LogCaptureFixture,
@@ -613,7 +616,9 @@ def test_an_ingest_lets_requests_in_while_it_measures(engines: Callable[..., Ble
         return call()
 
     engines(decode_weights="auto").kv_namespace.model.decode_weights.measure_all(computed)
-    assert len(pieces) == 12  # the look at what is known, packing, and 10 tokens
+    assert (
+        len(pieces) == 13
+    )  # the look at what is known, packing, 10 tokens, and saying what was found
 
 
 @pytest.mark.usefixtures("texts")
@@ -665,6 +670,38 @@ def test_exact_ties_count_as_agreement_and_other_tokens_do_not() -> None:
     head[5], head[7], head[9], head[11] = 100.0, 100.0, -100.0, -100.0  # two are always the highest
     last = torch.arange(len(head)) * 1e-6
     assert measured(lambda logits: logits.float() + last).share == 1.0
+
+
+@pytest.mark.usefixtures("texts")
+def test_forwards_of_other_threads_are_not_measured() -> None:
+    adapter = tiny.adapter(model())
+    head, own = adapter.model.lm_head, threading.get_ident()
+    weights = packing.DecodeWeights(adapter.model, "int8", packing.pack(adapter.model, "int8"))
+
+    def compute_elsewhere(layer: Any, inputs: Any, output: Any) -> None:
+        if threading.get_ident() == own:
+            other = threading.Thread(target=torch.inference_mode()(head), args=inputs)
+            other.start()
+            other.join()
+
+    head.register_forward_hook(compute_elsewhere)
+    assert agreeing.AgreementMeasurement(adapter, weights).run().head_agreed == 10
+
+
+@pytest.mark.usefixtures("texts", "cache")
+@pytest.mark.parametrize("has_copy", [True, False])
+def test_verify_tells_of_the_lm_head_alone_if_it_has_a_copy(
+    has_copy: bool, agrees: Callable[[bool], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def most_rows(layers: Any) -> packing.FastRows:
+        return packing.FastRows(0 if layers[0].is_head and not has_copy else 4, True)
+
+    agrees(False)
+    kept = model()
+    monkeypatch.setattr("blendrag.model.loading.load_adapter", lambda *_: tiny.adapter(kept))
+    monkeypatch.setattr(packing, "most_rows", most_rows)
+    shown = invoke("verify", "tiny").stdout
+    assert ("only the LM head packed: the same token in " in shown) is has_copy
 
 
 @pytest.mark.usefixtures("texts", "cache")

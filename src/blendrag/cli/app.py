@@ -184,7 +184,7 @@ def _print_decode_weights(weights: dict[str, DecodeAgreement | str]) -> None:
             f"{found.native_s * 1e3:.0f} → {found.packed_s * 1e3:.0f} ms per token, the same token in "
             f"{found.share:.1%} of {found.tokens} steps, KL {found.kl:.4f}; layers: {formats}"
         )
-        if not found.suffices:
+        if found.head_agreed and not found.suffices:  # 0: the head has no copy
             echo(
                 f"    only the LM head packed: the same token in {found.head_share:.1%} of the steps"
             )

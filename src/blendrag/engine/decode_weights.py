@@ -87,22 +87,25 @@ class DecodeWeightsChoice:
         """The name of the packed weights, why the model keeps its own, in a clause or empty, and whether a
         measurement would tell."""
         if self._wanted != AUTO:
-            return self._wanted, self._why_not(self._wanted), False
+            return self._wanted, self._why_not_now(self._wanted), False
         if why := self._why_not(AUTOMATIC):
             return AUTOMATIC, why, False
         if packing.size_bytes(self._adapter.model, AUTOMATIC) < LEAST_BYTES:
             return AUTOMATIC, "the model is small", False
         known = measurements.recall(_key(self._adapter, AUTOMATIC), DecodeAgreement)
-        if known is None:
-            return AUTOMATIC, "", True
-        name = _sufficient(known)
-        if name == NATIVE:
+        name = AUTOMATIC if known is None else _sufficient(known)
+        if known is not None and name == NATIVE:
             return AUTOMATIC, f"they choose the same token in {known.share:.1%} of steps", False
-        return name, self._why_not(name), False
+        why = self._why_not_now(name)
+        return name, why, known is None and not why
+
+    def _why_not_now(self, name: str) -> str:
+        """As :meth:`_why_not`, or that there is no memory for the copies."""
+        return self._why_not(name) or _no_room(self._adapter, name)
 
     def _why_not(self, name: str) -> str:
         """Why the model keeps its own weights instead of ``name``, whatever they choose, or empty."""
-        if why := _why_not(self._adapter, name):
+        if why := _why_not(self._adapter):
             return why
         if not self._decodes_jointly():
             return NOT_TOGETHER
@@ -128,18 +131,21 @@ class DecodeWeightsChoice:
         computed(self.now)
         if not self.is_measurable:
             return
-        model = short_model(self._adapter.model_id)
         log_step(
             log,
             "measuring once whether %s chooses the same tokens with %s weights: %d tokens",
-            *(model, AUTOMATIC, TOKENS * len(TEXTS)),
+            *(short_model(self._adapter.model_id), AUTOMATIC, TOKENS * len(TEXTS)),
         )
         while self.is_measurable:
             watch(self._measurement.share if self._measurement is not None else 0.0)
             computed(self.measure)
+        computed(self._say_chosen)  # the caller's thread would wait for requests that run
+
+    def _say_chosen(self) -> None:
         with self._adapter.lock:
             why = self._known()[1]
             weights = "its own" if self._chosen is None else self._chosen.name
+        model = short_model(self._adapter.model_id)
         log_step(log, "%s decodes with %s weights%s", model, weights, f": {why}" * bool(why))
 
     def measure(self) -> None:
@@ -204,7 +210,7 @@ def compare(
     """
     measured = {} if measured is None else measured
     with adapter.lock:
-        if why := _why_not(adapter, name):
+        if why := _why_not(adapter) or _no_room(adapter, name):
             return why
         if adapter.composition is None and not Fusor(adapter).packs:
             return NOT_TOGETHER
@@ -237,14 +243,17 @@ def _slow_key(adapter: ModelAdapter, name: str) -> str:
     return f"slow decode weights {version}, {name}, {namespace}, {_machine()}"
 
 
-def _why_not(adapter: ModelAdapter, name: str) -> str:
-    """Why the model keeps its own weights instead of ``name``, in a clause, or empty."""
+def _why_not(adapter: ModelAdapter) -> str:
+    """Why the model keeps its own weights, whatever others there are, in a clause, or empty."""
     if adapter.refusal is not None:
         return NOT_TOGETHER
     if adapter.is_compiled:
         return "it is compiled"
-    if why := packing.why_not(adapter.model):
-        return why
+    return packing.why_not(adapter.model)
+
+
+def _no_room(adapter: ModelAdapter, name: str) -> str:
+    """That copies of that ``name`` need more memory than there is, in a clause, or empty."""
     if is_loaded(file_of(adapter, name)):  # by another engine
         return ""
     needed, free = packing.size_bytes(adapter.model, name), available_bytes()

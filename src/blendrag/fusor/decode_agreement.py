@@ -21,6 +21,7 @@ import torch
 from blendrag.fusor.attention import fast_decoding
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.decode_weights import DecodeWeights
+from blendrag.model.sharing import only_here
 
 #: Agreement from which packed weights are used by default.
 LEAST_AGREEMENT = 0.99
@@ -154,10 +155,8 @@ class AgreementMeasurement:
         calls: list[tuple[torch.Tensor, torch.Tensor]] = []
         with ExitStack() as stack:
             if (head := self.weights.head) is not None:
-                hook = head.layer.register_forward_hook(
-                    lambda layer, inputs, output: calls.append((inputs[0], output))
-                )
-                stack.callback(hook.remove)
+                hook = only_here(lambda layer, inputs, output: calls.append((inputs[0], output)))
+                stack.callback(head.layer.register_forward_hook(hook).remove)
             yield calls
 
 
