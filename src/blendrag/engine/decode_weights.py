@@ -233,8 +233,8 @@ def compare(
 
 def _key(adapter: ModelAdapter, name: str) -> str:
     """The key under which the agreement of the loaded model is remembered."""
-    namespace = adapter.identity.namespace
-    return f"decode weights {VERSION}, {name}, {namespace}, {measurements.libraries()}"
+    what = f"decode weights {VERSION}, {name}"
+    return measurements.key_of(what, adapter.identity.namespace, adapter.device)
 
 
 def _slow_key(adapter: ModelAdapter, name: str) -> str:

@@ -43,7 +43,7 @@ from blendrag.schema.concatenation import (
 )
 from blendrag.schema.encoding import TokenizedSchema
 from blendrag.schema.gate import verify_placement
-from blendrag.schema.markup import meant, parse_prompt, parse_schema
+from blendrag.schema.markup import parse_prompt, parse_schema, suggestion
 from blendrag.schema.nodes import Schema
 from blendrag.serving.coroutine import pausing
 from blendrag.serving.pending import Pending
@@ -133,7 +133,7 @@ class Schemas:
             known = ", ".join(sorted(self._added)) or "none"
             raise InvalidInputError(
                 f"schema {name!r:.80} was not added to this engine, which has {known}"
-                f"{meant(name, self._added)}; call add_schema first"
+                f"{suggestion(name, self._added)}; call add_schema first"
             ) from None
 
     def read(

@@ -7,7 +7,7 @@ from itertools import islice
 
 from blendrag.errors import SchemaError
 from blendrag.schema.layout import CountTokens, Extent
-from blendrag.schema.markup import meant
+from blendrag.schema.markup import suggestion
 from blendrag.schema.nodes import (
     Argument,
     Import,
@@ -136,7 +136,7 @@ class _Resolver:
                 raise SchemaError(
                     argument.at,
                     f"module {module.name!r} has no parameter {quoted(name)}, expected {expected}"
-                    f"{meant(name, parameters)}",
+                    f"{suggestion(name, parameters)}",
                 )
         for name in parameters:
             if name not in arguments:
@@ -187,7 +187,7 @@ class _Resolver:
             known = ", ".join(names[:8]) + ", …" * (len(names) > 8) if names else "no imports"
             return (
                 f"schema {self._schema.name!r} has no module {quoted(name)}, expected {known}"
-                f"{meant(name, self._schema.modules)}"
+                f"{suggestion(name, self._schema.modules)}"
             )
         if not place.parents:
             assert module is not None

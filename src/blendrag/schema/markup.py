@@ -421,7 +421,7 @@ def _misplaced(item: _Element, parent: _Element) -> str:
     allowed += ["scaffold"] if parent.tag == "schema" else []
     tags = ", ".join(f"<{tag}>" for tag in allowed)
     return (
-        f"<{item.tag:.80}> is no tag of a schema, expected {tags}{meant(item.tag, allowed)}; "
+        f"<{item.tag:.80}> is no tag of a schema, expected {tags}{suggestion(item.tag, allowed)}; "
         "write &lt; for < in text"
     )
 
@@ -538,7 +538,7 @@ def _check_scaffold(schema: Schema, scaffold: Scaffold) -> None:
             raise SchemaError(
                 scaffold.at,
                 f"scaffold names {quoted(name, 80)}, expected a module of the schema"
-                f"{meant(name, schema.modules)}",
+                f"{suggestion(name, schema.modules)}",
             )
         for union, member in places[name].choices:
             if chosen.setdefault(union, member) is not member:
@@ -549,7 +549,7 @@ def _check_scaffold(schema: Schema, scaffold: Scaffold) -> None:
                 )
 
 
-def meant(name: str, names: Iterable[str]) -> str:
+def suggestion(name: str, names: Iterable[str]) -> str:
     """``" (did you mean 'miami'?)"``, or nothing."""
     if len(name) > MAX_COMPARED_CHARS:
         return ""
