@@ -22,9 +22,8 @@ def local_ray(cpus: int = 2, folder: str = "") -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         path, root = os.environ.get("PYTHONPATH", ""), Path(__file__).resolve().parents[2]
         patch.setenv("PYTHONPATH", f"{root}:{root / 'tests'}:{path}")
-        patch.setenv(
-            "RAY_worker_niceness", "0"
-        )  # at Ray's 15, a busy machine leaves them next to nothing
+        # at Ray's niceness of 15, a busy machine leaves its workers next to no time
+        patch.setenv("RAY_worker_niceness", "0")
         folder = folder or tempfile.mkdtemp(prefix="r", dir="/tmp")  # sockets have short names
         with unpickling.allowed():
             ray = pytest.importorskip("ray.data") and sys.modules["ray"]
