@@ -135,8 +135,8 @@ bench-all: bench ## measure everything else in docs/performance.md
 	$(call measure,schema,schema --geometry $(GEOMETRY) $(BENCH_ARGS))
 	$(call measure,attention,attention $(ATTENTION_ARGS))
 	$(call measure,serve,serve --geometry $(GEOMETRY) --corpus-chunks 6 --contexts 1 --only blend $(SERVE_ARGS))
-	$(call measure,serve-users,serve --geometry tiny --chunks 3 --chunk-tokens 256 --requests 48 --new-tokens 32 \
-	  --rounds 3 --users 8 $(SERVE_ARGS))
+	$(call measure,serve-users,serve --geometry $(GEOMETRY) --chunks 3 --chunk-tokens 256 --rounds 1 --requests 24 \
+	  --new-tokens 32 --users 8 $(SERVE_ARGS))
 	$(call measure,newcomer,newcomer --geometry $(GEOMETRY) $(NEWCOMER_ARGS))
 	$(call measure,remote,remote --geometry $(GEOMETRY) $(REMOTE_ARGS))
 	$(page)
