@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from blendrag.cli.groups import SuggestingGroup
 from blendrag.cli.lifecycle import DONE, INTERRUPTED, begin, reporting
 
 #: The command gets all arguments as they were typed.
@@ -34,6 +35,7 @@ def _benches(chosen: str) -> typer.Typer:
     from blendrag_lab.bench import SUMMARIES, load_bench
 
     app = typer.Typer(
+        cls=SuggestingGroup,
         no_args_is_help=True,
         add_completion=False,
         help="Measure speed: interleaved rounds, medians.",

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
@@ -427,6 +428,23 @@ def test_only_options_that_are_spelled_alike_are_suggested(given: str, suggested
     hint = f" (Possible options: {suggested})" * bool(suggested)
     error = invoke(*command.split(), option, "x").stderr.splitlines()[-1]
     assert error == f"Error: No such option: {option}{hint}"
+
+
+@pytest.mark.parametrize(
+    ("given", "corrected"),
+    [
+        ("cache --verbose clear --yes", "cache clear --verbose --yes"),
+        ("models --json list", "models list --json"),
+        ("schema --json check FILE", "schema check --json FILE"),
+        ("store --store DIR check", "store check --store DIR"),
+        ("bench --json store", "bench store --json"),
+        ("--top-k 3 ask 'who is it?'", "ask --top-k 3 'who is it?'"),
+    ],
+)
+def test_options_before_a_command_are_told_where_they_go(given: str, corrected: str) -> None:
+    result = invoke(*shlex.split(given))
+    told = f"error: options go after the command: blendrag {corrected}\n"
+    assert (result.exit_code, result.stderr) == (2, told)
 
 
 def test_a_store_whose_first_ingest_failed_has_no_model_yet(tmp_path: Path) -> None:

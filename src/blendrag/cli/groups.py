@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -12,7 +13,18 @@ from blendrag.option import near_names
 
 
 class SuggestingGroup(TyperGroup):
-    """Suggests options that are spelled almost like an unknown one, not those that merely share letters."""
+    """Suggests options that are spelled almost like an unknown one, not those that merely share letters.
+    Of a command's options before its name it says where they go."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = {name for option in self.get_params(ctx) for name in option.opts}
+        if args and args[0].startswith("-") and args[0] not in own:
+            at = next((at for at, word in enumerate(args) if word in self.commands), None)
+            if at is not None:
+                corrected = shlex.join([args[at], *args[:at], *args[at + 1 :]])
+                output.say("error", f"options go after the command: {ctx.command_path} {corrected}")
+                ctx.exit(USER_ERROR)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -44,10 +56,12 @@ class AskingCommand(TyperCommand):
         return []
 
 
-class ListingGroup(TyperGroup):
+class ListingGroup(SuggestingGroup):
     """A group that runs its command ``list`` if none is named, with the options that follow."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
+        asks_help = args[:1] and args[0] in ctx.help_option_names
+        has_options_only = not args or args[0].startswith("-")
+        if has_options_only and not asks_help and self.commands.keys().isdisjoint(args):
             args = ["list", *args]
         return super().parse_args(ctx, args)

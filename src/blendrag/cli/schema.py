@@ -12,6 +12,7 @@ from rich.text import Text
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.ask import print_answer, say_answer
+from blendrag.cli.groups import SuggestingGroup
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import console, count, duration, echo, print_json, say
 from blendrag.cli.progress import StatusLine
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="schema",
+    cls=SuggestingGroup,
     help="Prompts that are assembled from the known parts of a schema.",
     no_args_is_help=True,
     rich_markup_mode=None,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from blendrag.cli import interrupt, options
+from blendrag.cli.groups import SuggestingGroup
 from blendrag.cli.lifecycle import DONE, FAILED, begin, removal_confirmed, reporting
 from blendrag.cli.output import count, duration, echo, print_json, say, show
 from blendrag.cli.progress import ByteProgress
@@ -31,6 +32,7 @@ SHOWN_DIGITS = 12
 
 app = typer.Typer(
     name="store",
+    cls=SuggestingGroup,
     help="Inspect, check, shrink, clear, export, import and share a KV store.",
     no_args_is_help=True,
     rich_markup_mode=None,
