@@ -240,6 +240,19 @@ def test_search_shows_what_a_question_finds_without_a_model(ingested: Path) -> N
     assert "nothing was found; use other words" in nothing.stderr
 
 
+def test_list_search_and_ask_show_files_by_their_path_from_the_working_directory(
+    ingested: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ingested.parent)
+    args = (QUESTION, "--store", ingested)
+    listed = invoke("list", "--store", ingested).stdout
+    assert listed.startswith("docs/d0.txt: 3 chunks")
+    found = invoke("search", *args).stdout.splitlines()[1]
+    assert found.split()[2] == "docs/d2.txt"
+    told = invoke("ask", *args, "--max-new-tokens", "1").stderr
+    assert told.startswith("source: docs/d2.txt, characters ")
+
+
 def test_search_shows_the_page_of_a_chunk_that_has_one() -> None:
     chunk = RetrievedChunk("id", "text", "a.pdf", "a", 40, 90, None, {}, 1.0, 1)
     assert _place(chunk) == "40–90"

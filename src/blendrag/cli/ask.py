@@ -21,6 +21,7 @@ from blendrag.cli.output import (
     print_json,
     say,
     shown_pages,
+    shown_sources,
     write_piece,
     write_thought,
 )
@@ -335,14 +336,13 @@ def _fields(answer: Answer | ServedAnswer) -> dict[str, Any]:
 
 def say_sources(sources: Sequence[RetrievedChunk | ServedSource]) -> None:
     """Print the file, place, score and beginning of each passage on stderr, the best first."""
+    names = shown_sources(source.source for source in sources)
     for source in sorted(sources, key=lambda source: source.rank):
         pages = shown_pages(source.page_label)
-        place = (
-            f"{source.source}{', ' * bool(pages)}{pages}, characters {source.start} to {source.end}"
-        )
+        place = f"{names[source.source]}{', ' * bool(pages)}{pages}"
         say(
             "source",
-            f"{place}, score {source.score:.2f}: "
+            f"{place}, characters {source.start} to {source.end}, score {source.score:.2f}: "
             f"{shorten(source.text, PASSAGE_CHARS, placeholder=' …')}",
         )
 

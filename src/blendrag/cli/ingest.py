@@ -13,12 +13,11 @@ import typer
 from blendrag.cli import interrupt, options
 from blendrag.cli.extras import ray_function
 from blendrag.cli.lifecycle import DONE, FAILED, REFUSED_MODEL, begin, interrupted, reporting
-from blendrag.cli.output import count, duration, echo, print_json, say, show
+from blendrag.cli.output import count, duration, echo, print_json, say, show, shown_sources
 from blendrag.cli.progress import IngestProgress
 from blendrag.errors import InvalidInputError
 from blendrag.store.durable import readable_size
 from blendrag.store.regular_files import MIB
-from blendrag.text.names import short_name
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine, IngestReport
@@ -146,7 +145,8 @@ def _ingest(
         say("warning", warning)
     _say_skipped(report.skipped)
     if report.gone and not prune:
-        gone = f"{count(len(report.gone), 'document')}, such as {_shown(report.gone[0])}"
+        (example,) = shown_sources(report.gone[:1]).values()
+        gone = f"{count(len(report.gone), 'document')}, such as {example}"
         say("note", f"not found any more: {gone}; add --prune to remove what is gone")
     encoded = (
         f"{readable_size(report.bytes)} encoded in {duration(report.encoding_s)}, "
@@ -243,19 +243,11 @@ def list_documents(
     if json:
         print_json({"model": model, "documents": rows, "entries": entries, "learned": learned})
         return DONE
-    names = {row["source"] for row in rows}
+    shown = shown_sources(row["source"] for row in rows)
     for row in rows:
         size = f"{count(row['chunks'], 'chunk')}, {count(row['tokens'], 'token')}"
-        shown = _shown(row["source"])
-        # an upload may have the name by which a file would be shown
-        name = short_name(row["source"]) if shown in names else shown
-        echo(f"{name}: {size}{', the file is gone' * row['gone']}")
+        echo(f"{shown[row['source']]}: {size}{', the file is gone' * row['gone']}")
     added = f", {count(entries, 'text')} added by id" * bool(entries)
     added += f", {count(learned, 'passage')} learned from prompts" * bool(learned)
     echo(f"{count(len(rows), 'document')}{added}; {f'model {model}' if model else 'no model yet'}")
     return DONE
-
-
-def _shown(source: str) -> str:
-    """The path from the working directory, if it is below it."""
-    return source.removeprefix(f"{os.getcwd().rstrip('/')}/")

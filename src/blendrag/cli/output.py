@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -21,6 +23,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Text
 
+from blendrag.text.names import short_name
 from blendrag.wording import printable, printable_json, printable_line
 
 
@@ -152,6 +155,17 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"
+
+
+def shown_sources(sources: Iterable[str]) -> dict[str, str]:
+    """How each document is shown: a file below the working directory by its path from there."""
+    here = ""
+    with suppress(OSError):  # the directory is gone
+        here = os.path.join(os.getcwd(), "")
+    names = set(sources)
+    shown = {name: name.removeprefix(here) for name in names}
+    # an upload may have the name by which a file would be shown
+    return {name: short_name(name) if path in names else path for name, path in shown.items()}
 
 
 def shown_pages(label: str) -> str:

@@ -11,7 +11,7 @@ from rich.table import Table
 from blendrag.cli import options
 from blendrag.cli.importing import lasting_imports
 from blendrag.cli.lifecycle import DONE, begin, reporting
-from blendrag.cli.output import console, print_json, say, shown_pages
+from blendrag.cli.output import console, print_json, say, shown_pages, shown_sources
 from blendrag.config import settings
 from blendrag.errors import check_question
 
@@ -75,9 +75,10 @@ def _print(found: list[RetrievedChunk]) -> None:
     table.add_column("score", justify="right")
     for heading in ("document", "place", "text"):
         table.add_column(heading, overflow="fold")
+    names = shown_sources(chunk.source for chunk in found)
     for chunk in found:
         text = shorten(chunk.text, FIRST_CHARS, placeholder=" …")
-        row = (str(chunk.rank), f"{chunk.score:.3f}", chunk.source, _place(chunk), text)
+        row = (str(chunk.rank), f"{chunk.score:.3f}", names[chunk.source], _place(chunk), text)
         table.add_row(*row)
     console(width=160).print(table)
 
