@@ -175,7 +175,8 @@ def test_ask_shows_file_place_score_and_passage_of_its_sources(ingested: Path) -
 
 
 def test_a_source_in_a_pdf_is_shown_with_its_page(capsys: pytest.CaptureFixture[str]) -> None:
-    say_sources([RetrievedChunk("id", "Lit.", "a.pdf", "a", 5, 9, 0.5, {}, 0.9, 1, page=3)])
+    source = RetrievedChunk("id", "Lit.", "a.pdf", "a", 5, 9, 0.5, {}, 0.9, 1, page=3)
+    say_sources([source], "Is it lit?")
     assert capsys.readouterr().err.startswith(
         "source: a.pdf, page 3, characters 5 to 9, score 0.90:"
     )

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any, overload
 
 import typer
@@ -37,6 +36,7 @@ from blendrag.cli.served import (
     server_of,
 )
 from blendrag.errors import BlendragError, check_question, check_unicode
+from blendrag.text.excerpts import excerpts
 
 if TYPE_CHECKING:
     from blendrag.corpus.filters import Filter
@@ -54,7 +54,7 @@ LONG_IMPORT_S = 1.0
 #: How a conversation is ended.
 _KEYS = "Ctrl-C ends an answer, Ctrl-D the conversation"
 #: Characters shown of each source.
-PASSAGE_CHARS = 80
+EXCERPT_CHARS = 80
 
 
 @reporting
@@ -82,7 +82,7 @@ def ask(
     top_k = context.params["top_k"]
     if explain is None and (served := pieces(context, question)) is not None:
         told = print_answer(served, silent=json)
-        _show(told, sources, json, options.most_tokens(context))
+        _show(context, question, told, sources, json)
         return DONE
     chosen = options.filter_of(only, where)
     options.require_documents(context.params["store"], chosen)
@@ -93,7 +93,7 @@ def ask(
         answer = print_answer(
             engine.ask_stream(question, top_k, request, filter=chosen), silent=json
         )
-        _show(answer, sources, json, options.most_tokens(context))
+        _show(context, question, answer, sources, json)
         if imported_s >= LONG_IMPORT_S and not json:
             took = f"importing torch and transformers took {duration(imported_s)}"
             took += f", opening the model {duration(answer.metrics.opening_s)}"
@@ -210,11 +210,7 @@ class _Conversation:
             answer = print_answer(pieces, said, silent=self.json)
             if isinstance(pieces, ServedPieces):
                 self._forget(pieces.left_out)
-            if self.json:
-                print_json(_fields(answer))
-            else:
-                most_tokens = options.most_tokens(self.context)
-                say_answer(answer, self.sources, most_tokens, self.shown_notes)
+            _show(self.context, question, answer, self.sources, self.json, self.shown_notes)
         except KeyboardInterrupt:
             say("note", "the answer was ended")
         except BlendragError as error:
@@ -248,12 +244,19 @@ class _Conversation:
 
 
 def _show(
-    answer: Answer | ServedAnswer, sources: bool, json: bool, most_tokens: int | None
+    context: typer.Context,
+    question: str,
+    answer: Answer | ServedAnswer,
+    sources: bool,
+    json: bool,
+    shown_notes: set[str] | None = None,
 ) -> None:
     if json:
         print_json(_fields(answer))
-    else:
-        say_answer(answer, sources, most_tokens)
+        return
+    if sources:
+        say_sources(answer.sources, question)
+    say_answer(answer, options.most_tokens(context), shown_notes)
 
 
 @overload
@@ -297,15 +300,9 @@ def print_answer(
 
 
 def say_answer(
-    answer: Answer | ServedAnswer,
-    sources: bool,
-    most_tokens: int | None,
-    shown_notes: set[str] | None = None,
+    answer: Answer | ServedAnswer, most_tokens: int | None, shown_notes: set[str] | None = None
 ) -> None:
-    """Print the sources, if they are wanted, and the figures on stderr; also if ``most_tokens`` cut the
-    answer."""
-    if sources:
-        say_sources(answer.sources)
+    """Print the figures on stderr; also if ``most_tokens`` cut the answer."""
     metrics = answer.metrics
     if isinstance(answer, ServedAnswer):  # whether its policy follows it would take torch to say
         metrics = replace(metrics, schedule="")
@@ -334,16 +331,17 @@ def _fields(answer: Answer | ServedAnswer) -> dict[str, Any]:
     }
 
 
-def say_sources(sources: Sequence[RetrievedChunk | ServedSource]) -> None:
-    """Print the file, place, score and beginning of each passage on stderr, the best first."""
+def say_sources(sources: Sequence[RetrievedChunk | ServedSource], question: str) -> None:
+    """Print the file, place, score and best line of each passage on stderr, the best first."""
     names = shown_sources(source.source for source in sources)
-    for source in sorted(sources, key=lambda source: source.rank):
+    texts = excerpts([source.text for source in sources], question, EXCERPT_CHARS)
+    ranked = sorted(zip(sources, texts, strict=True), key=lambda each: each[0].rank)
+    for source, text in ranked:
         pages = shown_pages(source.page_label)
         place = f"{names[source.source]}{', ' * bool(pages)}{pages}"
         say(
             "source",
-            f"{place}, characters {source.start} to {source.end}, score {source.score:.2f}: "
-            f"{shorten(source.text, PASSAGE_CHARS, placeholder=' …')}",
+            f"{place}, characters {source.start} to {source.end}, score {source.score:.2f}: {text}",
         )
 
 

@@ -203,7 +203,7 @@ def run(
         if json:
             print_json({"answer": answer.text, "metrics": answer.metrics.as_dict()})
         else:
-            say_answer(answer, False, options.most_tokens(context))
+            say_answer(answer, options.most_tokens(context))
         interrupt.expect("the answer is complete; some modules are not precomputed yet")
         engine.drain()
     return DONE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,12 +13,13 @@ from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.output import console, print_json, say, shown_pages, shown_sources
 from blendrag.config import settings
 from blendrag.errors import check_question
+from blendrag.text.excerpts import excerpts
 
 if TYPE_CHECKING:
     from blendrag.corpus.retriever import RetrievedChunk
 
 #: Characters shown of each chunk.
-FIRST_CHARS = 70
+EXCERPT_CHARS = 70
 
 
 @reporting
@@ -60,7 +60,7 @@ def search(
         chunks = [{**chunk.as_dict(), "metadata": chunk.metadata} for chunk in found]
         print_json({"question": question, "chunks": chunks})
     elif found:
-        _print(found)
+        _print(found, question)
     else:
         say(
             "note",
@@ -69,15 +69,15 @@ def search(
     return DONE
 
 
-def _print(found: list[RetrievedChunk]) -> None:
+def _print(found: list[RetrievedChunk], question: str) -> None:
     table = Table(box=None, pad_edge=False)
     table.add_column("rank", justify="right")
     table.add_column("score", justify="right")
     for heading in ("document", "place", "text"):
         table.add_column(heading, overflow="fold")
     names = shown_sources(chunk.source for chunk in found)
-    for chunk in found:
-        text = shorten(chunk.text, FIRST_CHARS, placeholder=" …")
+    texts = excerpts([chunk.text for chunk in found], question, EXCERPT_CHARS)
+    for chunk, text in zip(found, texts, strict=True):
         row = (str(chunk.rank), f"{chunk.score:.3f}", names[chunk.source], _place(chunk), text)
         table.add_row(*row)
     console(width=160).print(table)
