@@ -455,6 +455,7 @@ def test_auto_packs_the_lm_head_alone_if_other_copies_choose_other_tokens(
     name: str,
     engines: Callable[..., BlendEngine],
     products: list[int],
+    cache: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(packing, "EXACT_LOGITS", 8)
@@ -468,6 +469,7 @@ def test_auto_packs_the_lm_head_alone_if_other_copies_choose_other_tokens(
     choice.measure_all()
     chosen = choice.now()
     assert list(chosen.layers if chosen else []) == ["lm_head"] * (name == "head")
+    assert ["-head-" in file.name for file in cache.iterdir()] == [True] * (name == "head")
     products.clear()
     answer = engine.generate(QUESTION, max_new_tokens=4)
     assert answer.metrics.decode_weights == name
@@ -720,16 +722,21 @@ def test_verify_measures_copies_once_that_two_names_have_in_common(
 
 
 @pytest.mark.usefixtures("texts")
-def test_verify_times_the_opening_of_copies_from_the_cache(
-    monkeypatch: pytest.MonkeyPatch, cache: Path
+@pytest.mark.parametrize("suffices", [True, False])
+def test_verify_times_the_opening_of_copies_from_the_cache_and_keeps_those_that_agree(
+    suffices: bool,
+    agrees: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
+    cache: Path,
 ) -> None:
+    agrees(suffices)
     kept = model()
     monkeypatch.setattr("blendrag.model.loading.load_adapter", lambda *_: tiny.adapter(kept))
     with tiny.counted(packing, "pack") as packed, tiny.counted(packed_files, "_copy") as read:
         printed("verify", "tiny")
     assert len(packed) == len(NAMES)
     assert len(read) == 2 * len(packing.linear_layers(kept)) * len(NAMES)
-    assert len(list(cache.iterdir())) == len(NAMES)
+    assert len(list(cache.iterdir())) == len(NAMES) * suffices
 
 
 @pytest.mark.usefixtures("texts", "cache")

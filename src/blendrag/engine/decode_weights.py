@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from blendrag.engine.packed_files import VERSION, file_of, packed_weights
+from blendrag.engine.packed_files import VERSION, file_of, forget, packed_weights
 from blendrag.fusor import Fusor
 from blendrag.fusor.decode_agreement import TEXTS, TOKENS, AgreementMeasurement, DecodeAgreement
 from blendrag.model import decode_weights as packing
@@ -183,6 +183,8 @@ class DecodeWeightsChoice:
             *(adapter.model_id, AUTOMATIC, 100 * found.share, found.tokens, found.kl),
         )
         self._chosen = weights if found.suffices else None
+        if not found.suffices:
+            forget(adapter, AUTOMATIC)
         if _sufficient(found) == HEAD:
             made = _made(adapter, HEAD)
             self._chosen = made if isinstance(made, DecodeWeights) else None
@@ -227,6 +229,8 @@ def compare(
         if formats not in measured:
             found = AgreementMeasurement(adapter, made).run(watch)
             measured[formats] = replace(found, opening_s=opening_s)
+        if not measured[formats].suffices:
+            forget(adapter, name)
         measurements.remember(_key(adapter, name), measured[formats])
         return measured[formats]
 

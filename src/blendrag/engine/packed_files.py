@@ -73,6 +73,12 @@ def file_of(adapter: ModelAdapter, name: str) -> Path:
     return folder / f"{_of_model(adapter, name)}-{VERSION}-{fingerprint}.safetensors"
 
 
+def forget(adapter: ModelAdapter, name: str) -> None:
+    """Remove the file of the model's copies of that name. They stay in memory where they are used."""
+    with suppress(OSError):
+        file_of(adapter, name).unlink()
+
+
 def _digest(packed: Mapping[str, Packed]) -> str:
     """xxh3-128 over names, shapes and bytes."""
     found = xxhash.xxh3_128()
