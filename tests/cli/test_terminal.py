@@ -215,7 +215,10 @@ def test_progress_of_an_ingest_says_which_step_is_under_way_if_it_is_known(
         "reading the documents",
         "measuring, which Ctrl-C puts off; 25% done",
     ]
-    assert interrupt.sentence().startswith("every document is stored; ")
+    assert interrupt.sentence().startswith("every document is stored; decode weights are measured ")
+    progress(IngestReport(documents=1, step="measuring", measured=1.0))
+    assert shown[-1] == "measuring; 100% done"
+    assert interrupt.sentence() == "every document is stored"
 
 
 def test_tables_are_shown_and_their_cells_are_no_markup() -> None:

@@ -568,6 +568,21 @@ def test_an_ingest_that_is_interrupted_while_it_measures_has_stored_its_document
 
 
 @pytest.mark.usefixtures("texts")
+def test_an_ingest_that_is_interrupted_after_it_measured_says_that_it_did(
+    engines: Callable[..., BlendEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(found: object) -> str:  # as while the LM head is packed
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(choosing, "_sufficient", interrupt)
+    told: list[float | None] = []
+    engine = engines(decode_weights="auto")
+    report = engine.ingest([tiny.document(0, 2)], lambda report: told.append(report.measured))
+    assert report.interrupted
+    assert told[-2:] == [0.9, 1.0]
+
+
+@pytest.mark.usefixtures("texts")
 def test_a_dry_run_counts_the_seconds_of_the_measurement_until_it_is_done(
     engines: Callable[..., BlendEngine], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 #: Between two printed lines.
 LINE_EVERY_S = 5.0
-#: What an ingest leaves that Ctrl-C ended after its last document.
+#: What an ingest leaves that Ctrl-C ended after its last document: with decode weights measured, or not yet.
+ALL_STORED = "every document is stored"
 MEASURED_LATER = (
-    "every document is stored; decode weights are measured between the answers of blendrag chat and serve, "
+    f"{ALL_STORED}; decode weights are measured between the answers of blendrag chat and serve, "
     "or by blendrag verify MODEL"
 )
 #: Most steps that are remembered.
@@ -105,8 +106,10 @@ class IngestProgress(StatusLine):
     def __call__(self, totals: IngestReport) -> None:
         self.name_failures(totals.failures)
         if totals.measured is not None:
-            interrupt.expect(MEASURED_LATER, grace_s=10.0)
-            text = f"{totals.step}, which Ctrl-C puts off; {totals.measured:.0%} done"
+            is_measured = totals.measured >= 1
+            interrupt.expect(ALL_STORED if is_measured else MEASURED_LATER, grace_s=10.0)
+            put_off = ", which Ctrl-C puts off" * (not is_measured)
+            text = f"{totals.step}{put_off}; {totals.measured:.0%} done"
             self.show(text, totals.measured, 1.0)
             return
         step, of = totals.step, readable_size(totals.total_bytes)

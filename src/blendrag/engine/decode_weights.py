@@ -127,7 +127,8 @@ class DecodeWeightsChoice:
         watch: Callable[[float], None] = lambda share: None,
     ) -> None:
         """Find out whether packed weights may be used, if need be. ``computed`` calls each piece;
-        ``watch`` is called before each, with the share of the tokens that is measured."""
+        ``watch`` is called before each, with the share of the tokens that is measured, and with 1 after the
+        last one, also if that was interrupted once the result was kept."""
         computed(self.now)
         if not self.is_measurable:
             return
@@ -136,9 +137,13 @@ class DecodeWeightsChoice:
             "measuring once whether %s chooses the same tokens with %s weights: %d tokens",
             *(short_model(self._adapter.model_id), AUTOMATIC, TOKENS * len(TEXTS)),
         )
-        while self.is_measurable:
-            watch(self._measurement.share if self._measurement is not None else 0.0)
-            computed(self.measure)
+        try:
+            while self.is_measurable:
+                watch(self._measurement.share if self._measurement is not None else 0.0)
+                computed(self.measure)
+        finally:
+            if not self.is_measurable:
+                watch(1.0)
         computed(self._say_chosen)  # the caller's thread would wait for requests that run
 
     def _say_chosen(self) -> None:
@@ -176,8 +181,8 @@ class DecodeWeightsChoice:
             return
         if found is None:
             return
-        self._measurement, self.is_measurable = None, False
         measurements.remember(_key(adapter, AUTOMATIC), found)
+        self._measurement, self.is_measurable = None, False
         log.info(
             "%s chooses the same token with %s weights in %.1f%% of %d steps, KL %.4f",
             *(adapter.model_id, AUTOMATIC, 100 * found.share, found.tokens, found.kl),
