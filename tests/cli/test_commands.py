@@ -254,6 +254,16 @@ def test_list_search_and_ask_show_files_by_their_path_from_the_working_directory
     assert told.startswith("source: docs/d2.txt, characters ")
 
 
+@pytest.mark.parametrize("group", ["", "store", "schema", "cache", "models"])
+def test_help_says_of_each_command_what_it_does_in_a_whole_sentence(
+    group: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    commands = invoke(*group.split(), "--help").stdout.partition("Commands:\n")[2].splitlines()
+    assert commands
+    assert [line for line in commands if not line.endswith(".") or line.endswith("...")] == []
+
+
 def test_search_shows_the_page_of_a_chunk_that_has_one() -> None:
     chunk = RetrievedChunk("id", "text", "a.pdf", "a", 40, 90, None, {}, 1.0, 1)
     assert _place(chunk) == "40–90"

@@ -117,8 +117,8 @@ def evaluate(
     json: Annotated[bool, typer.Option("--json", help="Print a list of rows on stdout.")] = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Compare the answers of policies at equal r (--ratio), and what each is charged for that, the
-    entry layer included. With --writer, each is also asked over chunks that the writer encoded, and
+    """Compare the answers of policies at equal r (--ratio). Also says what each is charged for that,
+    the entry layer included. With --writer, each is also asked over chunks that the writer encoded, and
     with --encode-after over chunks that were encoded after similar ones. An interrupted run continues where
     it was."""
     begin(verbose, "nothing was asked yet; repeat the command")

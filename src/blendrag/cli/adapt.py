@@ -62,10 +62,10 @@ def adapt(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Train a writer: a LoRA for encoding chunks, so that answers over stored KV are closer to full prefill.
+    """Train a writer, a LoRA for encoding chunks.
 
-    The model that answers stays as it is. Then: blendrag ingest --writer DIR. After Ctrl-C, the same command
-    goes on.
+    With it, answers over stored KV are closer to full prefill; the model that answers stays as it is. Then:
+    blendrag ingest --writer DIR. After Ctrl-C, the same command goes on.
     """
     begin(verbose, "nothing was trained yet; repeat the command to go on")
     options.require_plot(plot)

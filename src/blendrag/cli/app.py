@@ -79,8 +79,7 @@ def verify(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Measure whether a model's stored KV can be reused (exit status 3 if not), and whether a writer fits it
-    (2 if not)."""
+    """Measure whether a model's stored KV can be reused. Exit status 3 if not, 2 if a writer does not fit."""
     begin(verbose, "the model was not verified")
     from blendrag.config import settings
     from blendrag.engine.decode_weights import compare

@@ -74,7 +74,7 @@ def ask(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Answer a question over the ingested documents; the answer streams to stdout."""
+    """Answer a question over the ingested documents. The answer streams to stdout."""
     begin(verbose, "the answer was abandoned; the store is intact")
     check_question(question)
     if explain is not None:
@@ -118,7 +118,7 @@ def chat(
     ] = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Ask questions one after another, each in the light of those before; the model is opened once.
+    """Ask questions one after another. Each is read in the light of those before; the model is opened once.
 
     Ctrl-C ends an answer, Ctrl-D the conversation. Questions may also come from a file: chat < questions.txt
     """

@@ -23,7 +23,7 @@ from blendrag.store.durable import readable_size
 app = typer.Typer(
     name="cache",
     cls=ListingGroup,
-    help="List what is kept on this machine outside of stores, also without a command; or remove it.",
+    help="List or remove what is kept outside of stores. Lists it without a command.",
     rich_markup_mode=None,
 )
 
@@ -53,7 +53,7 @@ class CachedKind:
 @app.command("list")
 @reporting
 def list_cache(json: options.Json = False, verbose: options.Verbose = False) -> int:
-    """List what is kept on this machine outside of stores, where, and how large it is."""
+    """List what is kept outside of stores. Says where it is, and how large."""
     begin(verbose, "nothing was changed", loads_torch=False)
     root, found = _root(), _survey()
     if json:
@@ -77,7 +77,7 @@ def clear(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Remove what is kept on this machine outside of stores; what is needed is made again."""
+    """Remove what is kept outside of stores. What is needed is made again."""
     begin(verbose, "nothing was removed", loads_torch=False)
     kinds = get_args(Kind) if only is None else (only,)
     chosen = [each for each in _survey() if each.kind in kinds]

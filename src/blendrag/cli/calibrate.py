@@ -40,7 +40,7 @@ def calibrate(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Choose the tokens to recompute as suits the model, measured on a sample of the corpus.
+    """Measure which tokens to recompute for this model and corpus.
 
     Compares selection policies and ratios, from 0 on, by how far answers are from a full prefill's. Requests
     that name no --policy and no --ratio take the smallest ratio that is as close as the largest one, with the

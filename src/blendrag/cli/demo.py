@@ -25,7 +25,7 @@ def demo(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Ingest a corpus, answer its questions with and without stored KV, and compare."""
+    """Answer questions with and without stored KV, and compare. Ingests a small corpus first."""
     begin(verbose, "the tour was not finished")
     missing = smollm2.missing()
     if model == "smollm2" and missing:

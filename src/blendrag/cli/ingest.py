@@ -74,9 +74,10 @@ def ingest(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Precompute documents: text of any kind, HTML, JSON lines; with blendrag[files] PDF, DOCX and XLSX.
+    """Add documents to a store and precompute their KV.
 
-    Safe to interrupt and to repeat.
+    Reads text of any kind, HTML and JSON lines; with blendrag[files] PDF, DOCX and XLSX. Safe to interrupt
+    and to repeat.
     """
     begin(verbose, "nothing new was stored; repeat the command to go on")
     from blendrag.text.inputs import Patterns
@@ -204,7 +205,7 @@ def remove(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Remove documents, by file or directory: their texts, vectors and KV."""
+    """Remove documents: their texts, vectors and KV. A directory names all documents in it."""
     begin(verbose, "documents not removed yet are intact; repeat the command to go on")
     with options.engine_for(context) as engine:
         corpus = engine.require_corpus()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="models",
     cls=ListingGroup,
-    help="List the models on this machine, also without a command; or download one.",
+    help="List or download models. Lists them without a command.",
     rich_markup_mode=None,
 )
 
@@ -48,7 +48,7 @@ def list_models(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """List the models on this machine: shipped with blendrag, in packages, and in the hub's local cache."""
+    """List the models on this machine. Some come with blendrag or packages, others are in the hub's cache."""
     begin(verbose, "nothing was changed", loads_torch=False)
     in_cache, cache = local_models.cached()
     found = [*local_models.shipped(), *in_cache]

@@ -42,7 +42,7 @@ def profile(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Measure loading and computing on this machine, once, for --ratio auto.
+    """Measure loading and computing once, for --ratio auto.
 
     --policy, --ratio and --top-k set the prompt that --plot and the table of storage devices are for.
     """

@@ -97,7 +97,7 @@ def show(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Show the parts of a schema as a tree, with positions and lengths: in words, or tokens of --model."""
+    """Show the parts of a schema as a tree. With positions and lengths, in words or tokens of --model."""
     begin(verbose, "nothing was changed", loads_torch=model is not None)
     from blendrag.schema import drawing
 

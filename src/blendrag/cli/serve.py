@@ -99,7 +99,7 @@ def serve(
     ] = None,
     verbose: options.Verbose = False,
 ) -> int:
-    """Answer HTTP requests in OpenAI's schema until Ctrl-C or SIGTERM; running answers are finished."""
+    """Answer HTTP requests in OpenAI's schema. Runs until Ctrl-C or SIGTERM, and finishes running answers."""
     begin(verbose, "the server had not begun")
     _require_extra()
     from blendrag.server.access import checked_hosts

@@ -33,7 +33,7 @@ SHOWN_DIGITS = 12
 app = typer.Typer(
     name="store",
     cls=SuggestingGroup,
-    help="Inspect, check, shrink, clear, export, import and share a KV store.",
+    help="Inspect, check, shrink, clear, export and share a store.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -74,7 +74,7 @@ class CorpusFacts:
 def stats(
     store: options.Store = None, json: options.Json = False, verbose: options.Verbose = False
 ) -> int:
-    """Count what is stored, by namespace (one model, loaded in one way). Reads no payload."""
+    """Count what is stored, by namespace. That is one model, loaded in one way. Reads no payload."""
     root = _begin(store, verbose, "nothing was changed")
     from blendrag.store import maintenance
 
@@ -180,7 +180,7 @@ def check(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Read the whole store and verify checksums; exit status 1 if anything is damaged, repaired or not."""
+    """Read the whole store and verify checksums. Exit status 1 if anything is damaged, repaired or not."""
     kept = "what was repaired stays repaired; repeat the command to go on"
     root = _begin(store, verbose, kept if repair else "nothing was changed")
     from blendrag.store import maintenance
@@ -249,7 +249,7 @@ def publish(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Publish the corpus in the remote, where `blendrag serve` and `store follow` find it."""
+    """Publish the corpus in the remote. `blendrag serve` and `store follow` find it there."""
     begin(verbose, "the published corpus is the one before, or the new one")
     with options.engine_for(context) as engine:
         done = engine.publish(again)
@@ -317,7 +317,7 @@ def gc(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Evict the least recently used chunks until the store is small enough; pinned chunks stay."""
+    """Evict the least recently used chunks. Ends when the store is small enough; pinned chunks stay."""
     if remote is not None and max_bytes is not None:
         raise InvalidInputError("--max-bytes applies to the local store; leave it or --remote out")
     if remote is not None:
@@ -375,7 +375,7 @@ def clear(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Remove all stored KV, or that of one namespace; the corpus and other files stay."""
+    """Remove all stored KV, or that of one namespace. The corpus and other files stay."""
     if remote is not None:
         return _clear_remote(remote, namespace, yes, json, verbose)
     root = _begin(store, verbose, "nothing was removed")
@@ -463,7 +463,7 @@ def export(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Write verified KV to a tar archive; exit status 1 if damaged chunks were left out."""
+    """Write verified KV to a tar archive. Exit status 1 if damaged chunks were left out."""
     root = _begin(store, verbose, f"{archive} was not written")
     from blendrag.store import maintenance
 
@@ -491,7 +491,7 @@ def import_(
     json: options.Json = False,
     verbose: options.Verbose = False,
 ) -> int:
-    """Import an archive's KV and verify each chunk; exit status 1 unless all of it is then stored.
+    """Import an archive's KV and verify each chunk. Exit status 1 unless all of it is then stored.
 
     Import archives only from trusted sources: checksums detect damage, not a forged archive.
     """
