@@ -457,6 +457,7 @@ def test_auto_packs_the_lm_head_alone_if_other_copies_choose_other_tokens(
     products: list[int],
     cache: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(packing, "EXACT_LOGITS", 8)
     for each in wrong:
@@ -466,7 +467,12 @@ def test_auto_packs_the_lm_head_alone_if_other_copies_choose_other_tokens(
     loaded = model()
     engine = engines(loaded, decode_weights="auto")
     choice = engine.kv_namespace.model.decode_weights
-    choice.measure_all()
+    with caplog.at_level("INFO", "blendrag"):
+        choice.measure_all()
+    assert (
+        f" decodes with its own weights{' and a packed LM head' * (name == 'head')}"
+        in caplog.messages[-1]
+    )
     chosen = choice.now()
     assert list(chosen.layers if chosen else []) == ["lm_head"] * (name == "head")
     assert ["-head-" in file.name for file in cache.iterdir()] == [True] * (name == "head")

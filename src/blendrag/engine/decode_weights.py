@@ -149,9 +149,11 @@ class DecodeWeightsChoice:
     def _say_chosen(self) -> None:
         with self._adapter.lock:
             why = self._known()[1]
-            weights = "its own" if self._chosen is None else self._chosen.name
+            name = NATIVE if self._chosen is None else self._chosen.name
+        own = {NATIVE: "its own weights", HEAD: "its own weights and a packed LM head"}
         model = short_model(self._adapter.model_id)
-        log_step(log, "%s decodes with %s weights%s", model, weights, f": {why}" * bool(why))
+        weights = own.get(name, f"{name} weights")
+        log_step(log, "%s decodes with %s%s", model, weights, f": {why}" * bool(why))
 
     def measure(self) -> None:
         """Measure the next piece: the first one makes the copies, the last one chooses the weights."""
