@@ -93,7 +93,7 @@ class RequestMetrics:
     """Tokens of passages that were learned from this prompt, because an earlier one had them, too."""
     decode_weights: str = "native"
     """Weights that the tokens behind the first were decoded with: the model's own, or packed copies of all
-    layers (``int8``, ``int4``) or of the LM head (``head``)."""
+    layers (``int8``, ``int4``) or of the LM head (``head``, whose other layers are the model's own)."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON-ready dictionary."""

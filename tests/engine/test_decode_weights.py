@@ -249,7 +249,7 @@ def test_engines_over_the_same_weights_share_the_packed_copies(
     with tiny.counted(packing, "pack") as made, tiny.counted(packed_files, "_read") as read:
         using = [engines(loaded, decode_weights="int8")]
         assert using[0].kv_namespace.model.decode_weights.now() is not None
-        monkeypatch.setattr(choosing, "available_bytes", lambda: 1000)
+        monkeypatch.setattr(packed_files, "available_bytes", lambda: 1000)
         using += [engines(each, decode_weights="int8") for each in (loaded, model())]
         found = [engine.kv_namespace.model.decode_weights.now() for engine in using]
     assert (len(made), len(read)) == (1, 1)
@@ -324,7 +324,7 @@ def test_a_cache_that_cannot_be_written_is_no_error_and_said_once(
 
 
 def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choosing, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(packed_files, "available_bytes", lambda: 1000)
 
 
 def no_operators(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,7 +450,7 @@ def test_auto_measures_in_the_background_and_then_uses_weights_that_agree(
 
 @pytest.mark.usefixtures("texts")
 @pytest.mark.parametrize(("wrong", "name"), [(["int8"], "head"), (["int8", "int4"], "native")])
-def test_auto_packs_the_lm_head_alone_if_other_copies_choose_other_tokens(
+def test_auto_packs_the_lm_head_and_reorders_layers_if_packed_ones_choose_other_tokens(
     wrong: list[str],
     name: str,
     engines: Callable[..., BlendEngine],
@@ -474,7 +474,8 @@ def test_auto_packs_the_lm_head_alone_if_other_copies_choose_other_tokens(
         in caplog.messages[-1]
     )
     chosen = choice.now()
-    assert list(chosen.layers if chosen else []) == ["lm_head"] * (name == "head")
+    expected = ["lm_head", *packing.reorder(loaded)] if name == "head" else []
+    assert list(chosen.layers if chosen else []) == expected
     assert ["-head-" in file.name for file in cache.iterdir()] == [True] * (name == "head")
     products.clear()
     answer = engine.generate(QUESTION, max_new_tokens=4)
@@ -483,9 +484,20 @@ def test_auto_packs_the_lm_head_alone_if_other_copies_choose_other_tokens(
     own = engines(loaded, decode_weights="native").generate(QUESTION, max_new_tokens=4)
     assert answer.text == own.text
     room = packing.size_bytes(loaded, "head") * 4 // 3  # too little for all copies
-    monkeypatch.setattr(choosing, "available_bytes", lambda: room)
+    monkeypatch.setattr(packed_files, "available_bytes", lambda: room)
     again = engines(decode_weights="auto").generate(QUESTION, max_new_tokens=4)
     assert again.metrics.decode_weights == name  # remembered
+
+
+def test_layers_are_reordered_only_if_there_is_memory_for_it(
+    engines: Callable[..., BlendEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = engines().adapter
+    needed = packing.reordered_bytes(adapter.model)
+    for free in (2 * needed, needed):
+        monkeypatch.setattr(packed_files, "available_bytes", lambda free=free: free)
+        layers = packing.reorder(adapter.model) if free > needed else {}
+        assert [*packed_files.packed_weights(adapter, "head")] == ["lm_head", *layers]
 
 
 @pytest.mark.usefixtures("texts")

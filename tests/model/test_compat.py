@@ -316,3 +316,14 @@ def test_products_of_packed_weights_are_those_of_the_weights() -> None:
     ):
         expected = x.float() @ weight.T
         assert (found.float() - expected).abs().max() <= 2e-2 * expected.abs().max()
+
+
+def test_products_of_reordered_weights_are_those_of_the_weights() -> None:
+    weight, bias, x = torch.randn(48, 64).bfloat16(), torch.randn(48).bfloat16(), torch.randn(2, 64)
+    x = x.bfloat16()
+    reordered = compat.reorder(weight)
+    assert reordered.is_mkldnn
+    assert reordered.nbytes == weight.nbytes
+    for added in (bias, None):
+        found = compat.reordered_product(x, reordered, added)
+        torch.testing.assert_close(found, torch.nn.functional.linear(x, weight, added))

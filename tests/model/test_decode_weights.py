@@ -123,6 +123,47 @@ def test_biases_are_added(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (packed - native).abs().max() < 0.1 * native.abs().max()
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 3, 32])
+def test_reordered_weights_give_the_logits_of_the_native_ones(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
+    model = tiny.large_biases(4.0, values=3.0).bfloat16()
+    ids = tiny.random_ids(rows).T  # [R, 1]
+    native = model(ids).logits
+    weights = DecodeWeights(model, "head", packing.reorder(model))
+    assert "lm_head" not in weights.layers
+    with weights.used(rows):
+        reordered = model(ids).logits
+    assert torch.equal(reordered, native)
+
+
+@pytest.mark.parametrize("error", [0.01, RuntimeError("not built with oneDNN")])
+def test_layers_are_not_reordered_if_their_products_would_change(
+    error: float | Exception, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong_outputs = packing.linear_layers(model)["model.layers.0.mlp.up_proj"].out_features
+
+    def pack(weight: torch.Tensor) -> packing.Packed:
+        return (weight.clone(),)
+
+    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        found = F.linear(x, weight, bias)
+        if len(weight) != wrong_outputs:
+            return found
+        if isinstance(error, Exception):
+            raise error
+        return found * (1 + error)
+
+    reordered = replace(packing.REORDERED, pack=pack, product=product)
+    monkeypatch.setattr(packing, "REORDERED", reordered)
+    layers = packing.unpacked_layers(model)
+    wrong = {at for at, layer in layers.items() if layer.out_features == wrong_outputs}
+    assert wrong
+    assert packing.reorder(model).keys() == layers.keys() - wrong
+
+
 def test_replaced_forwards_and_weights_are_noticed(model: nn.Module) -> None:
     weights = made(model)
     assert weights.are_current

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from blendrag.engine.packed_files import VERSION, file_of, forget, packed_weights
+from blendrag.engine.packed_files import VERSION, file_of, forget, no_room, packed_weights
 from blendrag.fusor import Fusor
 from blendrag.fusor.decode_agreement import TEXTS, TOKENS, AgreementMeasurement, DecodeAgreement
 from blendrag.model import decode_weights as packing
@@ -23,7 +23,7 @@ from blendrag.model import measurements
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.decode_weights import HEAD, NATIVE, DecodeWeights
 from blendrag.model.sharing import is_loaded
-from blendrag.planning.machine import available_bytes, processor_name
+from blendrag.planning.machine import processor_name
 from blendrag.store.durable import readable_size
 from blendrag.wording import condensed, log_step, short_model
 
@@ -37,8 +37,6 @@ AUTO = "auto"
 AUTOMATIC = "int8"
 #: Least size of all copies for ``auto``: smaller models are read from the processor's caches.
 LEAST_BYTES = 32 * 2**20
-#: Share of the available memory that copies may take.
-MOST_OF_MEMORY = 0.8
 NOT_FASTER = "packed weights are not faster on this machine"
 NOT_TOGETHER = "its requests are not decoded together"
 
@@ -267,10 +265,7 @@ def _no_room(adapter: ModelAdapter, name: str) -> str:
     """That copies of that ``name`` need more memory than there is, in a clause, or empty."""
     if is_loaded(file_of(adapter, name)):  # by another engine
         return ""
-    needed, free = packing.size_bytes(adapter.model, name), available_bytes()
-    if needed > free * MOST_OF_MEMORY:
-        return f"packed copies need {readable_size(needed)} of memory, and {readable_size(free)} are free"
-    return ""
+    return no_room(packing.size_bytes(adapter.model, name))
 
 
 def _made(adapter: ModelAdapter, name: str) -> DecodeWeights | str:

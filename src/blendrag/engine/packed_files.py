@@ -1,4 +1,7 @@
-"""Packed copies of a model's weights, made once and kept in the user's cache directory."""
+"""Packed copies of a model's weights, made once and kept in the user's cache directory.
+
+Reordered copies of other layers, which are made in no time, are not kept.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,10 @@ from blendrag.config import cache_folder
 from blendrag.model import decode_weights as packing
 from blendrag.model import measurements
 from blendrag.model.adapter import UNNAMED, ModelAdapter
-from blendrag.model.decode_weights import Packed, PackedWeights
+from blendrag.model.decode_weights import HEAD, Packed, PackedWeights
 from blendrag.model.sharing import loaded_once
+from blendrag.planning.machine import available_bytes
+from blendrag.store.durable import readable_size
 
 log = logging.getLogger(__name__)
 
@@ -30,11 +35,14 @@ VERSION = 5
 KEPT = 2
 #: Files that are kept of all models without a name together.
 KEPT_UNNAMED = 4
+#: Share of the available memory that copies may take.
+MOST_OF_MEMORY = 0.8
 
 
 def packed_weights(adapter: ModelAdapter, name: str) -> PackedWeights:
     """The packed weights of the model: those of another engine over the same weights, from the user's cache
-    if they are there, or made and kept there."""
+    if they are there, or made and kept there. With a packed LM head alone, the other layers are reordered, if
+    there is memory for that."""
     file = file_of(adapter, name)
 
     def load() -> PackedWeights:
@@ -42,9 +50,20 @@ def packed_weights(adapter: ModelAdapter, name: str) -> PackedWeights:
         if found is None:
             found = packing.pack(adapter.model, name)
             _keep(file, found, partial(_remove_earlier, file, adapter, name))
+        if name == HEAD and not no_room(packing.reordered_bytes(adapter.model)):
+            found.update(packing.reorder(adapter.model))
         return found
 
     return loaded_once(file, load)
+
+
+def no_room(size_bytes: int) -> str:
+    """That copies of that size need more memory than there is, in a clause, or empty."""
+    free = available_bytes()
+    if size_bytes <= free * MOST_OF_MEMORY:
+        return ""
+    needed = readable_size(size_bytes)
+    return f"packed copies need {needed} of memory, and {readable_size(free)} are free"
 
 
 def _of_model(adapter: ModelAdapter, name: str) -> str:

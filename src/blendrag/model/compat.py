@@ -319,3 +319,22 @@ def int4_product(
         x, packed, group, scales_and_zeros
     )
     return out
+
+
+# Operators of torch (2.13) that inductor calls for frozen weights. ``torch.utils.mkldnn.to_mkldnn`` is
+# public, but copies inputs and outputs, and its weights stay in rows.
+
+
+def reorder(weight: torch.Tensor) -> torch.Tensor:
+    """A copy of ``weight`` ``[N, K]`` in the order in which oneDNN reads it; an opaque tensor."""
+    reordered: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, 1)
+    return reordered
+
+
+def reordered_product(
+    x: torch.Tensor, reordered: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """``x`` ``[M, K]`` by a weight ``[N, K]`` of :func:`reorder`, plus ``bias`` → ``[M, N]``."""
+    product = torch.ops.mkldnn._linear_pointwise
+    out: torch.Tensor = product(x, reordered, bias, "none", [], "")
+    return out

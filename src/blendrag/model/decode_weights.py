@@ -10,6 +10,7 @@ The idea is that of gpt-fast's ``quantize.py``, the operators are torch's.
 - :func:`linear_layers`, :func:`packed_layers`, :func:`why_not`: what is packed, and why a model keeps its own
   weights.
 - :func:`pack`: the copies, which :class:`DecodeWeights` uses.
+- :func:`reorder`: copies with the same numbers in another order, for the layers that have no packed copy.
 - :func:`most_rows`: measures up to how many rows they are faster.
 """
 
@@ -29,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from blendrag.model import compat
 from blendrag.model.compat import int4_pack, int4_product, int8_product, write_count
 from blendrag.model.fingerprint import SAMPLES, is_quantised
 from blendrag.model.structure import text_modules
@@ -36,7 +38,7 @@ from blendrag.model.weight_blocks import EIGHT_BITS, FOUR_BITS, Grid, grids_by_u
 
 #: The name of the model's own weights.
 NATIVE = "native"
-#: The name of copies of the LM head alone.
+#: The name of a packed copy of the LM head alone, and reordered copies of other layers.
 HEAD = "head"
 #: Inputs that share a scale and a zero in ``int4``, and at most in ``blocks``.
 GROUP = 32
@@ -81,6 +83,8 @@ class PackedFormat:
     """``(x [M, K], *packed)`` → ``[M, N]``"""
     axes: tuple[int, ...]
     """The axes along which the tensors of blocks of outputs are joined."""
+    takes_bias: bool = False
+    """Whether the product's last argument is a bias, which it adds before it rounds."""
 
 
 # -- int8 -----------------------------------------------------------------------------------------
@@ -140,6 +144,18 @@ FORMATS: Mapping[str, PackedFormat] = {
 }
 #: The values of ``decode_weights`` for which copies are made.
 CHOICES = ("int8", "int4")
+
+# -- reordered ------------------------------------------------------------------------------------
+
+#: A weight's own numbers in the order in which oneDNN multiplies by them. For ``linear`` (torch 2.13) it
+#: reorders them in each product.
+REORDERED = PackedFormat(
+    "reordered",
+    lambda weight: (compat.reorder(weight),),
+    compat.reordered_product,
+    (),
+    takes_bias=True,
+)
 
 
 # -- what is packed -------------------------------------------------------------------------------
@@ -252,8 +268,53 @@ def packed(weight: torch.Tensor, kind: PackedFormat) -> Packed:
     )
 
 
+@torch.inference_mode()
+def reorder(model: nn.Module) -> PackedWeights:
+    """:data:`REORDERED` copies of the :func:`unpacked_layers` of ``model``, where their products are bit for
+    bit those of the layers."""
+    layers = unpacked_layers(model)
+    shapes = {_shape(layer): layer for layer in layers.values()}
+    exact = {shape for shape, layer in shapes.items() if _is_exact(layer)}
+    return PackedWeights(
+        (at, REORDERED.pack(layer.weight)) for at, layer in layers.items() if _shape(layer) in exact
+    )
+
+
+def unpacked_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """By name, the :func:`linear_layers` of ``model`` but its LM head."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return {at: layer for at, layer in linear_layers(model).items() if layer is not head}
+
+
+def reordered_bytes(model: nn.Module) -> int:
+    """Memory that the copies of :func:`reorder` take."""
+    return sum(layer.weight.nbytes for layer in unpacked_layers(model).values())
+
+
+def _shape(layer: nn.Linear) -> tuple[int, int, bool]:
+    return layer.out_features, layer.in_features, layer.bias is not None
+
+
+def _is_exact(layer: nn.Linear) -> bool:
+    """Whether a reordered copy gives the same numbers as ``layer``, for all numbers of rows that are timed.
+    That depends on the processor, and on no weights but for their shape."""
+    generator = torch.Generator().manual_seed(1)
+    try:
+        [copy] = REORDERED.pack(layer.weight)
+        for rows in TIMED_ROWS:
+            x = torch.randn(rows, layer.in_features, generator=generator).to(layer.weight.dtype)
+            found = REORDERED.product(x, copy, layer.bias)
+            if not torch.equal(found, F.linear(x, layer.weight, layer.bias)):
+                return False
+    except (RuntimeError, NotImplementedError, AttributeError):  # a build of torch without oneDNN
+        return False
+    return True
+
+
 def format_of(copy: Packed, inputs: int) -> PackedFormat:
     """The format of a packed weight with so many inputs."""
+    if copy[0].is_mkldnn:
+        return REORDERED
     if copy[0].dtype == torch.int8:
         return FORMATS["int8"]
     return FORMATS["blocks" if copy[0].shape[1] == inputs else "int4"]
@@ -286,12 +347,14 @@ class PackedLayer:
             layer.out_features,
         )
         exact = min(EXACT_LOGITS, outputs)
+        arguments = (*packed, bias) if self.kind.takes_bias else packed
+        added = None if self.kind.takes_bias else bias
 
         def multiply(x: torch.Tensor) -> torch.Tensor:
             """``[..., K]`` → ``[..., N]``"""
-            out = product(x.reshape(-1, x.shape[-1]).contiguous(), *packed)
-            if bias is not None:
-                out += bias
+            out = product(x.reshape(-1, x.shape[-1]).contiguous(), *arguments)
+            if added is not None:
+                out += added
             return out.view(*x.shape[:-1], outputs)
 
         def logits(x: torch.Tensor) -> torch.Tensor:
