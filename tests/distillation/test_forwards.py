@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_without_the_writer_the_student_is_a_request_over_stored_kv(name: str) -
     asked = prompt(adapter)
     expected = [reused(adapter, asked, n) for n in range(2)]
     with made(adapter) as (_, both), torch.no_grad():
-        found = both.student(asked, [(0,), (0,)], writes=False)
+        found = both.students([asked], [[(0,), (0,)]], writes=False)[0]
     for logits, one in zip(found, expected, strict=True):
         assert tiny.difference(logits[-1], one) < 1e-4
 
@@ -130,8 +131,8 @@ def test_student_kv_is_that_of_the_store_moved_to_its_places() -> None:
     asked = prompt(adapter)
     prefix = prefix_token_ids(adapter.tokens)
     with made(adapter) as (_, both), torch.no_grad():
-        kv, places = both.stored(asked, writes=False)
-    at = {int(p): n for n, p in enumerate(places.positions)}
+        kv, places = both.stored([asked], writes=False)
+    at = {int(p): n for n, p in enumerate(places.positions[0])}
     repositioner = adapter.repositioner
     for chunk in asked.chunks:
         stored = adapter.encode(prefix, chunk.ids)
@@ -164,10 +165,38 @@ def test_questions_of_one_prompt_do_not_see_each_other() -> None:
     questions = ("Who owned the mill of Bexley?", "When was it built near the river bank?")
     with made(adapter) as (writer, both), torch.no_grad():
         randomised(writer)
-        together = both.student(prompt(adapter, *questions), [(4, 9), (7, 8, 9)])
+        together = both.students([prompt(adapter, *questions)], [[(4, 9), (7, 8, 9)]])[0]
         for n, (question, answer) in enumerate(zip(questions, [(4, 9), (7, 8, 9)], strict=True)):
-            (alone,) = both.student(prompt(adapter, question), [answer])
+            ((alone,),) = both.students([prompt(adapter, question)], [[answer]])
             assert tiny.difference(together[n], alone) < 1e-4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_that_run_together_give_the_losses_and_gradients_of_each_alone(name: str) -> None:
+    adapter = small(name)
+    shorter = chunk_prompt(
+        adapter.tokens, [passage(n) for n in (2, 7)], ["Who owned the mill of Garth?"]
+    )
+    assert shorter is not None
+    prompts = [prompt(adapter), replace(shorter, head=shorter.head[:-1] + shorter.head[:1])]
+    found = []
+    with made(adapter) as (writer, both):
+        randomised(writer)
+        targets = both.teachers(prompts)
+        for size in (1, 2):
+            for parameter in writer.parameters.values():
+                parameter.grad = None
+            losses = []
+            for n in range(0, 2, size):
+                pairs = both.deviations(prompts[n : n + size], targets[n : n + size])
+                each = [_loss_of(one) for pair in pairs for one in pair]
+                torch.stack(each).sum().backward()
+                losses += each
+            grads = [p.grad.flatten() for p in writer.parameters.values() if p.grad is not None]
+            found.append((torch.stack(losses).detach(), torch.cat(grads)))
+    for alone, together in zip(*found, strict=True):
+        assert alone.abs().sum() > 0
+        assert tiny.difference(alone, together) < 1e-4
 
 
 def test_only_chunks_are_written() -> None:
@@ -175,9 +204,9 @@ def test_only_chunks_are_written() -> None:
     asked = prompt(adapter)
     with made(adapter) as (writer, both), torch.no_grad():
         before = both.teachers([asked])[0]
-        stock, places = both.stored(asked, writes=False)
+        stock, places = both.stored([asked], writes=False)
         randomised(writer)
-        written, _ = both.stored(asked, writes=True)
+        written, _ = both.stored([asked], writes=True)
         after = both.teachers([asked])[0]
     head = int((places.positions < asked.chunks[0].position).sum())
     for n, ((keys, values), (other_keys, other_values)) in enumerate(
@@ -196,12 +225,12 @@ def test_chunks_encoded_in_turns_give_the_same_gradients() -> None:
     found = []
     with made(adapter) as (writer, both):
         randomised(writer)
-        targets = both.teachers([asked])[0]
+        targets = both.teachers([asked])
         for size in (0, 1):
             both.encode_batch = size
             for parameter in writer.parameters.values():
                 parameter.grad = None
-            sum(d.answer.mean() for d in both.deviations(asked, targets)).backward()  # type: ignore[union-attr]
+            sum(d.answer.mean() for d in both.deviations([asked], targets)[0]).backward()  # type: ignore[union-attr]
             grads = [p.grad for p in writer.parameters.values() if p.grad is not None]
             found.append(torch.cat([g.flatten() for g in grads]))
     assert found[0].abs().sum() > 0

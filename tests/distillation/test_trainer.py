@@ -95,12 +95,12 @@ def test_store_encodes_chunks_with_a_saved_writer_as_the_student_did(tmp_path: P
         randomised(trained)
         trained.save(tmp_path)
         with torch.no_grad():
-            kv, places = forwards(adapter, trained).stored(asked, writes=True)
+            kv, places = forwards(adapter, trained).stored([asked], writes=True)
         trained.close()
     fitted = FittedWriter(Writer.load(tmp_path), adapter)
     with fitted.active(len(prefix), len(asked.chunks[0].ids)):
         stored = adapter.encode(prefix, asked.chunks[0].ids)
-    at = {int(p): n for n, p in enumerate(places.positions)}
+    at = {int(p): n for n, p in enumerate(places.positions[0])}
     rows = [at[p] for p in range(asked.chunks[0].position, asked.chunks[0].end)]
     plain = adapter.encode(prefix, asked.chunks[0].ids)
     for layer, (_, values) in enumerate(kv):
@@ -227,14 +227,17 @@ class Broken:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, numbers: Container[int], what: str) -> None:
         real, self.calls = Forwards.deviations, 0
 
-        def deviations(forwards: Forwards, prompt: Any, targets: Any, writes: bool = True) -> Any:
-            found = real(forwards, prompt, targets, writes)
+        def deviations(forwards: Forwards, prompts: Any, targets: Any, writes: bool = True) -> Any:
+            found = real(forwards, prompts, targets, writes)
             if not torch.is_grad_enabled():
                 return found
             self.calls += 1
             if self.calls not in numbers:
                 return found
-            return [type(d)(d.question, self.changed(d.answer, what), d.agrees) for d in found]
+            return [
+                [type(d)(d.question, self.changed(d.answer, what), d.agrees) for d in each]
+                for each in found
+            ]
 
         monkeypatch.setattr(Forwards, "deviations", deviations)
 
@@ -546,9 +549,9 @@ def test_fewer_chunks_are_held_at_a_time_where_memory_is_short(tmp_path: Path) -
         trained = TrainedWriter(adapter, 4, 0)
         material = Material(adapter.tokens, given.groups, 3, 2, given.chunk_tokens)
         both = forwards(adapter, trained)
-        ample = needs_of(adapter, trained, both, material, 5, 6, available=1 << 40)
+        ample = needs_of(adapter, trained, both, material, recipe(), available=1 << 40)
         room = ample.writer_bytes + ample.rows_bytes + 2.5 * ample.chunk_bytes
-        scarce = needs_of(adapter, trained, both, material, 5, 6, available=int(room / SHARE))
+        scarce = needs_of(adapter, trained, both, material, recipe(), available=int(room / SHARE))
         trained.close()
     assert ample.encode_batch == 0
     assert "are held" not in str(ample)
@@ -570,7 +573,7 @@ def test_attention_that_keeps_its_weights_is_counted_by_the_length_of_chunks(
             both = forwards(adapter, trained)
             for tokens in (256, 512):
                 material = Material(adapter.tokens, given.groups, 3, 2, tokens)
-                needs = needs_of(adapter, trained, both, material, 5, 6, available=1 << 40)
+                needs = needs_of(adapter, trained, both, material, recipe(), available=1 << 40)
                 held = kept_bytes(both, tokens)
                 assert 0.8 * held < needs.chunk_bytes < 1.2 * held
                 found[attention, tokens] = needs.chunk_bytes

@@ -102,11 +102,10 @@ def adapt(
             forwards = Forwards(adapter, corpus.prefix_ids, writer.stock, recipe.answer_tokens)
             sizes = corpus.top_k, recipe.questions, corpus.chunk_tokens
             material = Material(adapter.tokens, train, *sizes)
-            needs = needs_of(
-                adapter, writer, forwards, material, recipe.answer_tokens, recipe.held_out
-            )
+            needs = needs_of(adapter, writer, forwards, material, recipe)
             note(str(needs))
             forwards.encode_batch = needs.encode_batch
+            forwards.student_batch = needs.student_batch
             prompts = held_out_prompts(Material(adapter.tokens, held, *sizes), recipe)
             if (number := sum(len(prompt.tails) for prompt in prompts)) < recipe.held_out:
                 note(

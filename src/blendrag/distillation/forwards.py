@@ -7,7 +7,8 @@
               each chunk          with the writer, directly behind the prefix; then keys move to their places
               all other tokens    stock, over that KV
 
-All questions of a prompt share its chunks: their rows stand in one forward, each blind to the others.
+All questions of a prompt share its chunks: their rows stand in one forward, each blind to the others. So may
+several prompts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +87,9 @@ class Forwards:
         self._answer_tokens = answer_tokens
         self.encode_batch = 0
         """Chunks whose activations are held at a time, which takes another forward; 0 holds those of all
-        chunks of a prompt."""
+        chunks."""
+        self.student_batch = 1
+        """Prompts whose students run in one forward, which keeps a GPU busy and takes memory for each."""
         self._heads: dict[tuple[int, ...], list[LayerKV]] = {}
         eos = adapter.model.generation_config.eos_token_id
         self.ends = {*eos} if isinstance(eos, list | tuple) else {eos}
@@ -127,12 +131,7 @@ class Forwards:
 
     def _joined(self, begun: Sequence[tuple[DynamicCache, Places]]) -> tuple[DynamicCache, Places]:
         """One cache of several prompts, padded at the end, and the places ``[B, n]`` of its tokens."""
-        longest = max(len(places.positions) for _, places in begun)
-        padded = [
-            (F.pad(at, (0, longest - len(at))), F.pad(of, (0, longest - len(of)), value=PADDING))
-            for _, (at, of) in begun
-        ]
-        places = Places(*(torch.stack(both) for both in zip(*padded, strict=True)))
+        places, longest = self._padded([places for _, places in begun])
         if len(begun) == 1:
             return begun[0][0], places
         joined = DynamicCache()
@@ -169,57 +168,110 @@ class Forwards:
 
     # -- student ------------------------------------------------------------------------------------
 
-    def student(
-        self, prompt: ChunkPrompt, answers: Sequence[Sequence[int]], writes: bool = True
-    ) -> list[torch.Tensor]:
-        """Logits of the rows of :attr:`Target.logits` over stored KV, for each question.
+    def students(
+        self,
+        prompts: Sequence[ChunkPrompt],
+        answers: Sequence[Sequence[Sequence[int]]],
+        writes: bool = True,
+    ) -> list[list[torch.Tensor]]:
+        """Logits of the rows of :attr:`Target.logits` over stored KV, for each question of each prompt.
 
         ``writes``: whether chunks are encoded with the writer.
         """
-        kv, places = self.stored(prompt, writes)
+        kv, keys = self.stored(prompts, writes)
         cache = DynamicCache()
-        for layer, (keys, values) in enumerate(kv):
-            cache.update(keys, values, layer)
-        said = [tuple(answer[:-1]) for answer in answers]
-        asked = self._tail_places(prompt, said)
-        ids = [i for _, i in prompt.between]
-        rows = self._shared([at for at, _ in prompt.between]).plus(asked)
-        ids += [i for tail, more in zip(prompt.tails, said, strict=True) for i in (*tail, *more)]
+        for layer, (layer_keys, values) in enumerate(kv):
+            cache.update(layer_keys, values, layer)
+        asked, lengths = [], []
+        for prompt, given in zip(prompts, answers, strict=True):
+            said = [tuple(answer[:-1]) for answer in given]
+            ids = [i for _, i in prompt.between]
+            ids += [i for t, more in zip(prompt.tails, said, strict=True) for i in (*t, *more)]
+            rows = self._shared([at for at, _ in prompt.between])
+            asked.append((self._tensor(ids), rows.plus(self._tail_places(prompt, said))))
+            lengths.append([len(t) + len(more) for t, more in zip(prompt.tails, said, strict=True)])
+        rows, longest = self._padded([places for _, places in asked])
+        padded = torch.stack([F.pad(ids, (0, longest - len(ids))) for ids, _ in asked])
         with self._stock():
-            logits = self._logits(ids, rows, places, cache)
-        lengths = [len(t) + len(more) for t, more in zip(prompt.tails, said, strict=True)]
-        return list(logits[len(prompt.between) :].split(lengths))
+            logits = self._run(padded, rows, keys.plus(rows), cache)
+        begins = [len(prompt.between) for prompt in prompts]
+        return [
+            list(each[begin : begin + sum(sizes)].split(sizes))
+            for each, begin, sizes in zip(logits, begins, lengths, strict=True)
+        ]
 
     def deviations(
-        self, prompt: ChunkPrompt, targets: Sequence[Target], writes: bool = True
-    ) -> list[Deviation]:
-        answers = [target.answer for target in targets]
-        found = self.student(prompt, answers, writes)
-        return [_deviation(target, logits) for target, logits in zip(targets, found, strict=True)]
+        self,
+        prompts: Sequence[ChunkPrompt],
+        targets: Sequence[Sequence[Target]],
+        writes: bool = True,
+    ) -> list[list[Deviation]]:
+        """How far the student is from the teacher, for each question of each prompt."""
+        answers = [[target.answer for target in each] for each in targets]
+        found = self.students(prompts, answers, writes)
+        return [
+            [_deviation(target, logits) for target, logits in zip(*pair, strict=True)]
+            for pair in zip(targets, found, strict=True)
+        ]
 
-    def stored(self, prompt: ChunkPrompt, writes: bool) -> tuple[list[LayerKV], Places]:
-        """KV of head and chunks at their places, ``[1, Hkv, n, D]``, and these places."""
-        chunks = sorted(prompt.chunks, key=lambda chunk: len(chunk.ids))
+    def stored(self, prompts: Sequence[ChunkPrompt], writes: bool) -> tuple[list[LayerKV], Places]:
+        """KV of heads and chunks at their places, ``[B, Hkv, n, D]``, and these places ``[B, n]``.
+
+        The chunks of all prompts are encoded in one batch, or in batches of :attr:`encode_batch`.
+        """
+        heads = list(dict.fromkeys(prompt.head for prompt in prompts))
+        numbered = [(n, chunk) for n, prompt in enumerate(prompts) for chunk in prompt.chunks]
+        numbered.sort(key=lambda each: len(each[1].ids))
+        chunks = [chunk for _, chunk in numbered]
         size = self.encode_batch or len(chunks)
         batches = [chunks[at : at + size] for at in range(0, len(chunks), size)]
-        head = self._head(prompt.head)
+        begins = [self._head(head) for head in heads]
         prefix = self._head(self._prefix_ids) if self._prefix_ids else None
         with self._in_own_precision() if writes else self._stock():
             encoded = [self._encoded(batch, prefix) for batch in batches]
         skip = len(self._prefix_ids)
         at = [p for chunk in chunks for p in range(chunk.position, chunk.end)]
         own = [skip + n for chunk in chunks for n in range(len(chunk.ids))]
-        positions = self._tensor(at)
         repositioner = self.adapter.repositioner
-        tables = repositioner.tables(positions - self._tensor(own))
+        tables = repositioner.tables(self._tensor(at) - self._tensor(own))
+        # where each prompt's tokens stand among those of all heads, then of all chunks
+        sources: list[list[int]] = [[] for _ in prompts]
+        places: list[list[int]] = [[] for _ in prompts]
+        first = dict(zip(heads, _starts([len(head) for head in heads]), strict=True))
+        for n, prompt in enumerate(prompts):
+            sources[n] += range(first[prompt.head], first[prompt.head] + len(prompt.head))
+            places[n] += range(len(prompt.head))
+        begin = sum(map(len, heads))
+        for (n, chunk), start in zip(numbered, _starts([len(c.ids) for c in chunks]), strict=True):
+            sources[n] += range(begin + start, begin + start + len(chunk.ids))
+            places[n] += range(chunk.position, chunk.end)
+        padded, longest = self._padded([self._shared(each) for each in places])
+        # padding repeats tokens of its own prompt: gradients of one that all share would queue up on a GPU
+        filled = [[each[i % len(each)] for i in range(longest)] for each in sources]
+        index, shape = self._tensor(filled).flatten(), (len(prompts), longest)
         layers: list[LayerKV] = []
-        for layer, start in enumerate(head):
+        for layer in range(len(begins[0])):
             parts = [torch.cat([each[layer][part] for each in encoded], dim=-2) for part in (0, 1)]
             turning = repositioner.part(layer)
             parts[turning] = repositioner.rotated(parts[turning], layer, tables)
-            keys, values = (torch.cat(both, dim=-2) for both in zip(start, parts, strict=True))
+            keys, values = (
+                torch.cat([*(head[layer][n] for head in begins), part], dim=-2)
+                .index_select(-2, index)
+                .unflatten(-2, shape)[0]
+                .transpose(0, 1)
+                for n, part in enumerate(parts)
+            )
             layers.append((keys, values))
-        return layers, self._shared([*range(len(prompt.head)), *at])
+        return layers, padded
+
+    def _padded(self, places: Sequence[Places]) -> tuple[Places, int]:
+        """Places ``[B, n]`` of several prompts, padded at the end, and ``n``."""
+        longest = max(len(each.positions) for each in places)
+        padded = [
+            (F.pad(at, (0, longest - len(at))), F.pad(of, (0, longest - len(of)), value=PADDING))
+            for at, of in places
+        ]
+        return Places(*(torch.stack(both) for both in zip(*padded, strict=True))), longest
 
     def _encoded(self, chunks: Sequence[Segment], prefix: list[LayerKV] | None) -> list[LayerKV]:
         """KV of ``chunks``, one after the other, each ``[1, Hkv, n, D]`` at positions behind the prefix."""
@@ -333,6 +385,11 @@ class Forwards:
 
     def _tensor(self, values: Sequence[Any]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.adapter.device)
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    """Where each of several parts begins that stand one behind the other."""
+    return list(accumulate(lengths, initial=0))[:-1]
 
 
 def _deviation(target: Target, student: torch.Tensor) -> Deviation:

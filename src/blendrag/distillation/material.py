@@ -67,6 +67,7 @@ class Material:
             picked = [self._cut(passage, rng) if short else passage for passage, _ in made]
             picked = list({passage.text: passage for passage in picked}.values())
             also = [question for _, questions in made for question in questions]
+            also += [each.question for each in group.asked if each.about is None]
             rng.shuffle(also)
             questions = list(dict.fromkeys([main.question, *also]))[: self.questions]
             found = chunk_prompt(self.tokens, picked, questions, group.task)

@@ -8,6 +8,7 @@ import torch
 
 from blendrag.distillation.forwards import TEACHER_BATCH, Forwards
 from blendrag.distillation.material import Material
+from blendrag.distillation.trainer import Recipe
 from blendrag.distillation.writer import TrainedWriter
 from blendrag.errors import InvalidInputError
 from blendrag.model.adapter import ModelAdapter
@@ -29,17 +30,19 @@ class Needs:
     writer_bytes: int
     """Weights, gradients and moments of AdamW, the best weights and a copy that is being saved."""
     rows_bytes: int
-    """Logits, KV and attention weights of a prompt, and logits of answers that wait for their turn."""
+    """Logits, KV and attention weights of prompts, and logits of answers that wait for their turn."""
     chunk_bytes: int
     """Activations of one chunk of full length."""
     chunks: int
     available_bytes: int
     encode_batch: int
     """Chunks whose activations are held at a time; 0: those of all."""
+    student_batch: int
+    """Prompts that run at a time."""
 
     @property
     def total_bytes(self) -> int:
-        held = self.encode_batch or self.chunks
+        held = self.encode_batch or self.student_batch * self.chunks
         return self.writer_bytes + self.rows_bytes + held * self.chunk_bytes
 
     def __str__(self) -> str:
@@ -60,39 +63,43 @@ def needs_of(
     writer: TrainedWriter,
     forwards: Forwards,
     material: Material,
-    answer_tokens: int,
-    held_out: int,
+    recipe: Recipe,
     available: int | None = None,
 ) -> Needs:
-    """Measured on two short chunks. ``held_out``: held-out questions.
-
-    Raises :class:`InvalidInputError` if not even one chunk fits.
-    """
+    """Measured on two short chunks. Raises :class:`InvalidInputError` if not even one chunk fits."""
     if available is None:
         available = _available(adapter.device)
     parameters = sum(p.numel() for p in writer.parameters.values())
     chunk = material.chunk_tokens
     vocabulary = adapter.model.get_input_embeddings().num_embeddings
-    rows = material.questions * (answer_tokens + 64)
-    kv = adapter.layout.size_bytes(chunk * material.top_k)
+    rows = material.questions * (recipe.answer_tokens + 64)
+    logits_bytes = 4 * rows * vocabulary
     per_token, per_pair = _activations(forwards)
     chunk_bytes = int(per_token * chunk + per_pair * chunk * (chunk + forwards.prefix_tokens))
+    prompt_bytes = LOGITS_COPIES * logits_bytes
+    prompt_bytes += 4 * adapter.layout.size_bytes(chunk * material.top_k)
+    prompt_bytes += int(per_token * rows + per_pair * rows * chunk * material.top_k)
     writer_bytes = 6 * 4 * parameters
-    rows_bytes = (LOGITS_COPIES + TEACHER_BATCH) * 4 * rows * vocabulary + 4 * kv
-    rows_bytes += int(per_token * rows + per_pair * rows * chunk * material.top_k)
-    rows_bytes += 2 * held_out * answer_tokens * vocabulary
-    left = SHARE * available - writer_bytes - rows_bytes
-    fit = int(left // chunk_bytes)
+    waiting_bytes = TEACHER_BATCH * logits_bytes
+    waiting_bytes += 2 * recipe.held_out * recipe.answer_tokens * vocabulary
+    left = SHARE * available - writer_bytes - waiting_bytes
+    fit = int((left - prompt_bytes) // chunk_bytes)
     if fit < 1:
-        least = writer_bytes + rows_bytes + chunk_bytes
+        least = writer_bytes + waiting_bytes + prompt_bytes + chunk_bytes
         raise InvalidInputError(
             f"training takes at least {readable_size(least)} of memory besides the model, and "
             f"{readable_size(available)} are available; take a smaller model, shorter chunks "
             "(--chunk-tokens) or a lower --rank"
         )
-    batch = 0 if fit >= material.top_k else fit
+    prompts = 1
+    if adapter.device.type == "cuda":  # a CPU takes as long for each alone
+        each = prompt_bytes + logits_bytes + material.top_k * chunk_bytes
+        prompts = max(1, min(recipe.batch, int(left // each)))
+    encode_batch = 0 if fit >= material.top_k else fit
+    rows_bytes = prompts * prompt_bytes + max(TEACHER_BATCH, prompts) * logits_bytes
+    rows_bytes += waiting_bytes - TEACHER_BATCH * logits_bytes
     sizes = writer_bytes, rows_bytes, chunk_bytes, material.top_k
-    return Needs(*sizes, available, batch)
+    return Needs(*sizes, available, encode_batch, prompts)
 
 
 def _available(device: torch.device) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from blendrag.engine.rendering import build_rag_prompt, render
@@ -55,7 +55,9 @@ def chunk_prompt(
     tokens: Tokens, passages: Sequence[Passage], questions: Sequence[str], task: str = ""
 ) -> ChunkPrompt | None:
     """The prompts of ``ask`` for these questions; ``None`` if they hold no chunk that could be stored."""
-    cut = [_segments(tokens, passages, question) for question in questions]
+    known = {chunk_id_of(canonical(each.text)): each for each in passages}
+    ids = {name: tuple(tokens.encode_text(canonical(each.text))) for name, each in known.items()}
+    cut = [_segments(tokens, passages, known, ids, question) for question in questions]
     first = cut[0].chunks
     if not first:
         return None
@@ -68,22 +70,21 @@ def chunk_prompt(
     return ChunkPrompt(shared[:begin], first, tuple(between), tails, asked, task)
 
 
-def _segments(tokens: Tokens, passages: Sequence[Passage], question: str) -> SegmentedPrompt:
+def _segments(
+    tokens: Tokens,
+    passages: Sequence[Passage],
+    known: Mapping[str, Passage],
+    chunk_ids: Mapping[str, tuple[int, ...]],
+    question: str,
+) -> SegmentedPrompt:
     texts = [passage.text for passage in passages]
     named = tokens.names_sources and all(passage.name for passage in passages)
     names = [passage.name for passage in passages] if named else None
     rendered = render(build_rag_prompt(question, texts, names), tokens, Options())
-    known = {chunk_id_of(canonical(each.text)): each for each in passages}
     found = recognise(
         rendered,
         tokens.control_spans(rendered.text),
         None,
         lambda matches: {m.chunk_id: known[m.chunk_id] for m in matches if m.chunk_id in known},
     )
-    return segment_prompt(
-        rendered.text,
-        found.chunks,
-        tokens,
-        lambda chunk_id: tuple(tokens.encode_text(canonical(known[chunk_id].text))),
-        found.plain,
-    )
+    return segment_prompt(rendered.text, found.chunks, tokens, chunk_ids.__getitem__, found.plain)

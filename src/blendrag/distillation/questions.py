@@ -101,7 +101,7 @@ def question_in(text: str) -> str:
 
 
 def read_questions(path: Path, chunker: Chunker) -> tuple[list[str], list[Group]]:
-    """Questions of a file without passages, and groups of those with some.
+    """Questions of a file without passages, and groups of those with some: one for all with the same passages.
 
     Raises :class:`InvalidInputError`.
     """
@@ -116,16 +116,21 @@ def read_questions(path: Path, chunker: Chunker) -> tuple[list[str], list[Group]
         raise InvalidInputError(f"--questions {path} is empty; expected {FORMS}")
     if text.lstrip()[0] not in "[{":
         return [line.strip() for line in text.splitlines() if line.strip()], []
-    alone, groups = [], []
+    alone: list[str] = []
+    groups: dict[tuple[Passage, ...], list[Asked]] = {}
+    parts: dict[str, list[str]] = {}
     for number, record in enumerate(_records(text, path), 1):
         question, passages = _fields(record, f"record {number} of {path}")
-        texts = [chunk.text for passage in passages for chunk in chunker.split(passage)]
+        for passage in passages:
+            if passage not in parts:
+                parts[passage] = [chunk.text for chunk in chunker.split(passage)]
+        texts = [text for passage in passages for text in parts[passage]]
         if texts:
             given = tuple(Passage(text) for text in dict.fromkeys(texts))
-            groups.append(Group(given, (Asked(question),), path.stem))
+            groups.setdefault(given, []).append(Asked(question))
         else:
             alone.append(question)
-    return alone, groups
+    return alone, [Group(given, tuple(asked), path.stem) for given, asked in groups.items()]
 
 
 def _records(text: str, path: Path) -> list[Any]:

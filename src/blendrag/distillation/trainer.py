@@ -152,34 +152,44 @@ class HeldOut:
         prompts: Sequence[ChunkPrompt],
         watch: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        self._forwards, self._prompts = forwards, prompts
-        self._targets: list[list[Target]] = []
+        self._forwards = forwards
+        self._answered: list[tuple[Sequence[ChunkPrompt], list[list[Target]]]] = []
         total, done = sum(len(prompt.tails) for prompt in prompts), 0
         watch(done, total)
-        for prompt, found in answered(forwards, prompts):
-            done += len(prompt.tails)
+        for several, targets in answered(forwards, prompts):
+            done += sum(map(len, targets))
             watch(done, total)
             # only what answers are taken from; in float16 a logit of 20 is off by at most 0.01
-            kept = [t._replace(logits=t.logits[-len(t.answer) :].half()) for t in found]
-            self._targets.append(kept)
+            kept = [
+                [t._replace(logits=t.logits[-len(t.answer) :].half()) for t in each]
+                for each in targets
+            ]
+            self._answered.append((several, kept))
 
     @torch.no_grad()
     def score(self, writes: bool = True) -> Score:
         found, tasks = [], []
-        for prompt, targets in zip(self._prompts, self._targets, strict=True):
-            given = [t._replace(logits=t.logits.float()) for t in targets]
-            found += self._forwards.deviations(prompt, given, writes)
-            tasks += [prompt.task] * len(targets)
+        for several, targets in self._answered:
+            given = [[t._replace(logits=t.logits.float()) for t in each] for each in targets]
+            for prompt, each in zip(
+                several, self._forwards.deviations(several, given, writes), strict=True
+            ):
+                found += each
+                tasks += [prompt.task] * len(each)
         return Score.of(found, tasks)
 
 
 def answered(
     forwards: Forwards, prompts: Sequence[ChunkPrompt]
-) -> Iterator[tuple[ChunkPrompt, list[Target]]]:
-    """Each prompt with what full prefill says to it."""
-    for at in range(0, len(prompts), TEACHER_BATCH):
-        several = prompts[at : at + TEACHER_BATCH]
-        yield from zip(several, forwards.teachers(several), strict=True)
+) -> Iterator[tuple[Sequence[ChunkPrompt], list[list[Target]]]]:
+    """``prompts``, as many at a time as students run in one forward, with what full prefill says to them."""
+    size = forwards.student_batch
+    at_once = max(1, TEACHER_BATCH // size) * size
+    for at in range(0, len(prompts), at_once):
+        several = prompts[at : at + at_once]
+        targets = forwards.teachers(several)
+        for n in range(0, len(several), size):
+            yield several[n : n + size], targets[n : n + size]
 
 
 @dataclass(frozen=True)
@@ -287,23 +297,24 @@ class Trainer:
         rng = random.Random(f"{recipe.seed} {number}")
         self._optimizer.zero_grad(set_to_none=True)
         losses = []
-        for prompt, targets in answered(
+        for prompts, targets in answered(
             self._forwards, [self._material.draw(rng) for _ in range(recipe.batch)]
         ):
-            found = self._forwards.deviations(prompt, targets)
-            each = torch.stack([_loss_of(one) for one in found]).mean() / recipe.batch
-            each.backward()
-            losses.append(each.detach())
+            found = self._forwards.deviations(prompts, targets)
+            each = [torch.stack([_loss_of(one) for one in several]).mean() for several in found]
+            loss = torch.stack(each).sum() / recipe.batch
+            loss.backward()
+            losses.append(loss.detach())
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, MAX_GRADIENT_NORM)
-        found, size = torch.stack((torch.stack(losses).sum(), norm)).tolist()
-        is_finite = math.isfinite(found) and math.isfinite(size)
+        total, size = torch.stack((torch.stack(losses).sum(), norm)).tolist()
+        is_finite = math.isfinite(total) and math.isfinite(size)
         for group in self._optimizer.param_groups:
             group["lr"] = recipe.learning_rate * rate_at(number, recipe.steps)
         with uninterrupted():
             if is_finite:
                 self._optimizer.step()
             took = self.progress.seconds + time.monotonic() - began
-            kept = (*self.progress.losses, found if is_finite else None)
+            kept = (*self.progress.losses, total if is_finite else None)
             self.progress = replace(self.progress, step=number + 1, seconds=took, losses=kept)
 
     def _measure_if_due(self) -> None:
