@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import signal
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
@@ -31,7 +32,7 @@ from blendrag.distillation.material import (
 from blendrag.distillation.memory import SHARE, needs_of
 from blendrag.distillation.memory import _kept_bytes as kept_bytes
 from blendrag.distillation.plot import write_plot
-from blendrag.distillation.questions import cleaned_question
+from blendrag.distillation.questions import cleaned_question, read_questions
 from blendrag.distillation.trainer import (
     CHECKPOINT,
     MAX_SKIPPED,
@@ -42,6 +43,7 @@ from blendrag.distillation.trainer import (
 from blendrag.distillation.writer import TrainedWriter
 from blendrag.errors import InvalidInputError, ModelError
 from blendrag.model.writer import FittedWriter, Writer
+from blendrag.text.chunking import Chunker
 from distillation.tiny_material import (
     corpus,
     forwards,
@@ -558,6 +560,21 @@ def test_fewer_chunks_are_held_at_a_time_where_memory_is_short(tmp_path: Path) -
     assert scarce.encode_batch == 2
     assert scarce.total_bytes == ample.total_bytes - ample.chunk_bytes
     assert "activations of 2 of 3 chunks are held at a time" in str(scarce)
+
+
+def test_questions_of_records_with_the_same_passages_are_asked_together(tmp_path: Path) -> None:
+    adapter = small()
+    ctxs = [{"text": passage(n).text} for n in range(3)]
+    records = [
+        {"question": f"Who moved the works to the harbour {n} times?", "ctxs": ctxs}
+        for n in range(3)
+    ]
+    path = tmp_path / "records.json"
+    path.write_text(json.dumps([*records, {"question": "Who else?", "ctxs": ctxs[:2]}]))
+    _, groups = read_questions(path, Chunker(adapter.tokens.text, 64))
+    assert [len(group.asked) for group in groups] == [3, 1]
+    material = Material(adapter.tokens, (groups[0],), 3, 3, 64)
+    assert len(material.draw(random.Random(0), is_short=False).questions) == 3
 
 
 def test_attention_that_keeps_its_weights_is_counted_by_the_length_of_chunks(

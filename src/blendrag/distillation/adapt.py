@@ -105,6 +105,7 @@ def adapt(
             needs = needs_of(adapter, writer, forwards, material, recipe)
             note(str(needs))
             forwards.encode_batch = needs.encode_batch
+            forwards.teacher_batch = needs.teacher_batch
             forwards.student_batch = needs.student_batch
             prompts = held_out_prompts(Material(adapter.tokens, held, *sizes), recipe)
             if (number := sum(len(prompt.tails) for prompt in prompts)) < recipe.held_out:

@@ -30,7 +30,7 @@ from blendrag.text.prompt import Segment
 
 #: The group of tokens that every question's rows see, and that of padding, which none sees.
 SHARED, PADDING = -1, -2
-#: Prompts whose answers are decoded in one batch: launching its kernels takes a GPU longer than running them.
+#: Prompts whose answers are decoded in one batch, unless more memory is given.
 TEACHER_BATCH = 4
 #: Keys and values of one layer, each ``[B, Hkv, n, D]``.
 LayerKV = tuple[torch.Tensor, torch.Tensor]
@@ -88,6 +88,8 @@ class Forwards:
         self.encode_batch = 0
         """Chunks whose activations are held at a time, which takes another forward; 0 holds those of all
         chunks."""
+        self.teacher_batch = TEACHER_BATCH
+        """Prompts whose answers are decoded in one batch."""
         self.student_batch = 1
         """Prompts whose students run in one forward, which keeps a GPU busy and takes memory for each."""
         self._heads: dict[tuple[int, ...], list[LayerKV]] = {}

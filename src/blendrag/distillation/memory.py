@@ -37,8 +37,10 @@ class Needs:
     available_bytes: int
     encode_batch: int
     """Chunks whose activations are held at a time; 0: those of all."""
+    teacher_batch: int
+    """Prompts whose answers are decoded in one batch."""
     student_batch: int
-    """Prompts that run at a time."""
+    """Prompts whose students run in one forward."""
 
     @property
     def total_bytes(self) -> int:
@@ -80,8 +82,12 @@ def needs_of(
     prompt_bytes += 4 * adapter.layout.size_bytes(chunk * material.top_k)
     prompt_bytes += int(per_token * rows + per_pair * rows * chunk * material.top_k)
     writer_bytes = 6 * 4 * parameters
-    waiting_bytes = TEACHER_BATCH * logits_bytes
-    waiting_bytes += 2 * recipe.held_out * recipe.answer_tokens * vocabulary
+    # launching kernels takes a GPU longer than running them; a CPU takes as long for each prompt alone
+    is_gpu = adapter.device.type == "cuda"
+    teachers = max(TEACHER_BATCH, recipe.batch if is_gpu else 1)
+    waiting_bytes = (
+        teachers * logits_bytes + 2 * recipe.held_out * recipe.answer_tokens * vocabulary
+    )
     left = SHARE * available - writer_bytes - waiting_bytes
     fit = int((left - prompt_bytes) // chunk_bytes)
     if fit < 1:
@@ -91,15 +97,12 @@ def needs_of(
             f"{readable_size(available)} are available; take a smaller model, shorter chunks "
             "(--chunk-tokens) or a lower --rank"
         )
-    prompts = 1
-    if adapter.device.type == "cuda":  # a CPU takes as long for each alone
-        each = prompt_bytes + logits_bytes + material.top_k * chunk_bytes
-        prompts = max(1, min(recipe.batch, int(left // each)))
+    most = recipe.batch if is_gpu else 1
+    students = max(1, min(most, int(left // (prompt_bytes + material.top_k * chunk_bytes))))
     encode_batch = 0 if fit >= material.top_k else fit
-    rows_bytes = prompts * prompt_bytes + max(TEACHER_BATCH, prompts) * logits_bytes
-    rows_bytes += waiting_bytes - TEACHER_BATCH * logits_bytes
+    rows_bytes = students * prompt_bytes + waiting_bytes
     sizes = writer_bytes, rows_bytes, chunk_bytes, material.top_k
-    return Needs(*sizes, available, encode_batch, prompts)
+    return Needs(*sizes, available, encode_batch, teachers, students)
 
 
 def _available(device: torch.device) -> int:

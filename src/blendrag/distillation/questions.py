@@ -101,7 +101,7 @@ def question_in(text: str) -> str:
 
 
 def read_questions(path: Path, chunker: Chunker) -> tuple[list[str], list[Group]]:
-    """Questions of a file without passages, and groups of those with some: one for all with the same passages.
+    """Questions of a file without passages, and groups of the others: one for all with the same passages.
 
     Raises :class:`InvalidInputError`.
     """

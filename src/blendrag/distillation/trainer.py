@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from blendrag.distillation.forwards import TEACHER_BATCH, Deviation, Forwards, Target
+from blendrag.distillation.forwards import Deviation, Forwards, Target
 from blendrag.distillation.material import Material
 from blendrag.distillation.prompts import ChunkPrompt
 from blendrag.distillation.writer import TrainedWriter
@@ -184,7 +184,7 @@ def answered(
 ) -> Iterator[tuple[Sequence[ChunkPrompt], list[list[Target]]]]:
     """``prompts``, as many at a time as students run in one forward, with what full prefill says to them."""
     size = forwards.student_batch
-    at_once = max(1, TEACHER_BATCH // size) * size
+    at_once = max(1, forwards.teacher_batch // size) * size
     for at in range(0, len(prompts), at_once):
         several = prompts[at : at + at_once]
         targets = forwards.teachers(several)
