@@ -143,7 +143,8 @@ def test_reordered_weights_give_the_logits_of_the_native_ones(
 def test_layers_are_not_reordered_if_their_products_would_change(
     error: float | Exception, model: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong_outputs = packing.linear_layers(model)["model.layers.0.mlp.up_proj"].out_features
+    of_up = packing.linear_layers(model)["model.layers.0.mlp.up_proj"].out_features
+    wrong_outputs = 2 * of_up  # those of gate and up
 
     def pack(weight: torch.Tensor) -> packing.Packed:
         return (weight.clone(),)
@@ -158,10 +159,32 @@ def test_layers_are_not_reordered_if_their_products_would_change(
 
     reordered = replace(packing.REORDERED, pack=pack, product=product)
     monkeypatch.setattr(packing, "REORDERED", reordered)
+    names = {name for at in packing.reorder(model) for name in at.split("+")}
     layers = packing.unpacked_layers(model)
-    wrong = {at for at, layer in layers.items() if layer.out_features == wrong_outputs}
-    assert wrong
-    assert packing.reorder(model).keys() == layers.keys() - wrong
+    assert names == {at for at, layer in layers.items() if layer.out_features != of_up}
+
+
+def test_layers_with_the_same_input_have_one_copy(model: nn.Module) -> None:
+    """Their products are computed once; another input gets those of the native weights."""
+    at = "model.layers.0.mlp."
+    names = f"{at}gate_proj+{at}up_proj"
+    copies = packing.reorder(model)
+    assert names in copies
+    weights = DecodeWeights(model, "head", packing.PackedWeights({names: copies[names]}))
+    gate, up = weights.layers[names].layers
+    x, other = torch.randn(2, 1, 1, gate.in_features).bfloat16()
+    expected = [layer(each) for each in (x, other) for layer in (gate, up)]
+    with tiny.counted(F, "linear") as native, weights.used(1):
+        found = [gate(x), up(x)]
+        assert not native
+        found += [gate(other), up(other)]
+        gate(x)
+        assert torch.equal(up(other), expected[3])
+        assert len(native) == 1
+    assert all(map(torch.equal, found, expected))
+    assert weights.are_current
+    weights.layers[names].layers[1].weight.data.add_(1)
+    assert not weights.are_current
 
 
 def test_replaced_forwards_and_weights_are_noticed(model: nn.Module) -> None:

@@ -300,7 +300,7 @@ def _limit_rows(weights: DecodeWeights) -> bool:
     is_steady = True
     by_shape: dict[tuple[str, int, int, bool], list[str]] = defaultdict(list)
     for name, each in weights.layers.items():
-        sizes = each.layer.out_features, each.layer.in_features
+        sizes = each.out_features, each.layer.in_features
         by_shape[each.kind.name, *sizes, each.is_head].append(name)
     for shape, names in by_shape.items():
         key = f"decode rows {ROWS_VERSION}, {shape}, {_machine()}"

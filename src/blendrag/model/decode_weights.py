@@ -33,6 +33,7 @@ from torch import nn
 from blendrag.model import compat
 from blendrag.model.compat import int4_pack, int4_product, int8_product, write_count
 from blendrag.model.fingerprint import SAMPLES, is_quantised
+from blendrag.model.shared_inputs import shared_inputs
 from blendrag.model.structure import text_modules
 from blendrag.model.weight_blocks import EIGHT_BITS, FOUR_BITS, Grid, grids_by_use, round_blocks
 
@@ -68,8 +69,13 @@ NEARLY_EQUAL = 0.05
 Packed = tuple[torch.Tensor, ...]
 
 
+#: Between the names of layers that have one copy.
+AND = "+"
+
+
 class PackedWeights(dict[str, Packed]):
-    """The packed copies of a model's layers by name, which engines over the same weights share."""
+    """The packed copies of a model's layers by name, which engines over the same weights share. A copy of
+    several layers has all their names, with :data:`AND` between them."""
 
 
 @dataclass(frozen=True)
@@ -271,13 +277,19 @@ def packed(weight: torch.Tensor, kind: PackedFormat) -> Packed:
 @torch.inference_mode()
 def reorder(model: nn.Module) -> PackedWeights:
     """:data:`REORDERED` copies of the :func:`unpacked_layers` of ``model``, where their products are bit for
-    bit those of the layers."""
-    layers = unpacked_layers(model)
-    shapes = {_shape(layer): layer for layer in layers.values()}
-    exact = {shape for shape, layer in shapes.items() if _is_exact(layer)}
-    return PackedWeights(
-        (at, REORDERED.pack(layer.weight)) for at, layer in layers.items() if _shape(layer) in exact
-    )
+    bit those of the layers. Layers with the same input have one copy."""
+    layers, found = unpacked_layers(model), PackedWeights()
+    exact: dict[Any, bool] = {}
+    for names in shared_inputs(model, layers):
+        group = [layers[name] for name in names]
+        shape = tuple(
+            (each.out_features, each.in_features, each.bias is not None) for each in group
+        )
+        if shape not in exact:
+            exact[shape] = _is_exact(group)
+        if exact[shape]:
+            found[AND.join(names)] = REORDERED.pack(_weight_of(group))
+    return found
 
 
 def unpacked_layers(model: nn.Module) -> dict[str, nn.Linear]:
@@ -291,20 +303,38 @@ def reordered_bytes(model: nn.Module) -> int:
     return sum(layer.weight.nbytes for layer in unpacked_layers(model).values())
 
 
-def _shape(layer: nn.Linear) -> tuple[int, int, bool]:
-    return layer.out_features, layer.in_features, layer.bias is not None
+def _weight_of(layers: Sequence[nn.Linear]) -> torch.Tensor:
+    """``[ΣN, K]``"""
+    return torch.cat([each.weight for each in layers]) if len(layers) > 1 else layers[0].weight
 
 
-def _is_exact(layer: nn.Linear) -> bool:
-    """Whether a reordered copy gives the same numbers as ``layer``, for all numbers of rows that are timed.
+def _bias_of(layers: Sequence[nn.Linear]) -> torch.Tensor | None:
+    """``[ΣN]``; ``None`` if none has one."""
+    if len(layers) == 1 or all(each.bias is None for each in layers):
+        return layers[0].bias
+    return torch.cat(
+        [
+            each.weight.new_zeros(each.out_features) if each.bias is None else each.bias
+            for each in layers
+        ]
+    )
+
+
+def _products(layers: Sequence[nn.Linear], x: torch.Tensor) -> list[torch.Tensor]:
+    """Those of the layers' own weights."""
+    return [F.linear(x, each.weight, each.bias) for each in layers]
+
+
+def _is_exact(layers: Sequence[nn.Linear]) -> bool:
+    """Whether a reordered copy gives the same numbers as ``layers``, for all numbers of rows that are timed.
     That depends on the processor, and on no weights but for their shape."""
-    generator = torch.Generator().manual_seed(1)
+    generator, weight, bias = torch.Generator().manual_seed(1), _weight_of(layers), _bias_of(layers)
     try:
-        [copy] = REORDERED.pack(layer.weight)
+        [copy] = REORDERED.pack(weight)
         for rows in TIMED_ROWS:
-            x = torch.randn(rows, layer.in_features, generator=generator).to(layer.weight.dtype)
-            found = REORDERED.product(x, copy, layer.bias)
-            if not torch.equal(found, F.linear(x, layer.weight, layer.bias)):
+            x = torch.randn(rows, weight.shape[1], generator=generator).to(weight.dtype)
+            found = REORDERED.product(x, copy, bias)
+            if not torch.equal(found, torch.cat(_products(layers, x), -1)):
                 return False
     except (RuntimeError, NotImplementedError, AttributeError):  # a build of torch without oneDNN
         return False
@@ -330,22 +360,27 @@ class _Thread:
 
 
 class PackedLayer:
-    """A linear layer and its packed copy."""
+    """A linear layer and its packed copy, or several that get the same input and have one copy."""
 
-    def __init__(self, layer: nn.Linear, packed: Packed, is_head: bool, using: _Thread) -> None:
-        """``is_head``: its outputs are logits."""
+    @torch.inference_mode()
+    def __init__(
+        self,
+        layer: nn.Linear,
+        packed: Packed,
+        is_head: bool,
+        using: _Thread,
+        others: Sequence[nn.Linear] = (),
+    ) -> None:
+        """``is_head``: its outputs are logits. ``others``: of the copy, after ``layer``."""
         self.layer = layer
+        self.layers = [layer, *others]
         self.packed = packed
         self.kind = format_of(packed, layer.in_features)
         self.is_head = is_head
         self.max_rows = TIMED_ROWS[-1]
         """Most rows for which the copy is used."""
-        product, weight, bias, outputs = (
-            self.kind.product,
-            layer.weight,
-            layer.bias,
-            layer.out_features,
-        )
+        product, weight = self.kind.product, layer.weight
+        bias, outputs = _bias_of(self.layers), self.out_features
         exact = min(EXACT_LOGITS, outputs)
         arguments = (*packed, bias) if self.kind.takes_bias else packed
         added = None if self.kind.takes_bias else bias
@@ -372,7 +407,42 @@ class PackedLayer:
 
         mine = logits if is_head else multiply
         self.multiply = mine
-        self.forward = forward
+        self.forwards = _forwards_of(self, using) if others else [forward]
+        """One for each of ``layers``."""
+
+    @property
+    def out_features(self) -> int:
+        return sum(each.out_features for each in self.layers)
+
+    @property
+    def sources(self) -> Iterator[torch.Tensor]:
+        """What the copy stands for."""
+        for each in self.layers:
+            yield each.weight.detach()
+            if len(self.layers) > 1 and each.bias is not None:
+                yield each.bias.detach()
+
+
+def _forwards_of(copy: PackedLayer, using: _Thread) -> list[Callable[..., torch.Tensor]]:
+    """Forwards of layers that have one ``copy``: the first one computes the outputs of all, which the others
+    give for the same input. Other inputs are multiplied by the layers' own weights."""
+    sizes = [each.out_features for each in copy.layers]
+    last = len(sizes) - 1
+    computed: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
+
+    def forward(index: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        if get_ident() != using.ident:
+            return F.linear(x, layer.weight, layer.bias)
+        if index == 0:
+            computed[:] = [(x, copy.multiply(x).split(sizes, -1))]
+        if not computed or computed[0][0] is not x:
+            return F.linear(x, layer.weight, layer.bias)
+        output = computed[0][1][index]
+        if index == last:
+            computed.clear()
+        return output
+
+    return [partial(forward, *each) for each in enumerate(copy.layers)]
 
 
 class DecodeWeights:
@@ -386,10 +456,10 @@ class DecodeWeights:
         self._using = _Thread()
         head = model.get_output_embeddings()  # type: ignore[operator]
         layers = linear_layers(model)
-        self.layers = {
-            at: PackedLayer(layers[at], copy, layers[at] is head, self._using)
-            for at, copy in [*packed.items()]  # an engine over another model may drop some
-        }
+        self.layers: dict[str, PackedLayer] = {}
+        for at, copy in [*packed.items()]:  # an engine over another model may drop some
+            one, *others = (layers[name] for name in at.split(AND))
+            self.layers[at] = PackedLayer(one, copy, one is head, self._using, others)
         self._by_rows: dict[int, list[tuple[dict[str, Any], Callable[..., Any]]]] = {}
         self._marks, self._samples = self._state()
 
@@ -405,7 +475,7 @@ class DecodeWeights:
     @property
     def layers_by_format(self) -> dict[str, int]:
         """How many layers have copies of each of :data:`FORMATS`."""
-        return dict(Counter(layer.kind.name for layer in self.layers.values()))
+        return dict(Counter(one.kind.name for one in self.layers.values() for _ in one.layers))
 
     def limit_rows(self, names: Collection[str], rows: int) -> None:
         """Use the copies of these layers for at most so many rows; forget them if that is 0."""
@@ -421,13 +491,14 @@ class DecodeWeights:
     def are_current(self) -> bool:
         """Whether the layers have the weights that were packed, and nobody has replaced their forwards."""
         marks, samples = self._state()
-        hooked = any("forward" in vars(each.layer) for each in self.layers.values())
+        layers = (layer for each in self.layers.values() for layer in each.layers)
+        hooked = any("forward" in vars(layer) for layer in layers)
         return not hooked and marks == self._marks and torch.equal(samples, self._samples)
 
     def _state(self) -> tuple[list[tuple[int, int]], torch.Tensor]:
         """Addresses and write counts of the weights, and some of their values, which a write through
         ``weight.data`` changes alone."""
-        weights = [each.layer.weight.detach() for each in self.layers.values()]
+        weights = [source for each in self.layers.values() for source in each.sources]
         marks = [(each.data_ptr(), write_count(each)) for each in weights]
         samples = [each.view(-1)[:: max(1, each.numel() // SAMPLES)] for each in weights]
         return marks, torch.cat(samples) if samples else torch.empty(0)
@@ -443,7 +514,11 @@ class DecodeWeights:
         chosen = self._by_rows.get(rows)
         if chosen is None:
             faster = [each for each in self.layers.values() if rows <= each.max_rows]
-            chosen = self._by_rows[rows] = [(vars(each.layer), each.forward) for each in faster]
+            chosen = self._by_rows[rows] = [
+                (vars(layer), forward)
+                for each in faster
+                for layer, forward in zip(each.layers, each.forwards, strict=True)
+            ]
         try:
             self._using.ident = get_ident()
             for attributes, forward in chosen:  # Module.__setattr__ takes far longer
@@ -477,7 +552,7 @@ def most_rows(
             product(x)
         return clock() - began
 
-    own = [partial(F.linear, weight=one.layer.weight, bias=one.layer.bias) for one in layers]
+    own = [partial(_products, one.layers) for one in layers]
     copies = [one.multiply for one in layers]
 
     def timed(x: torch.Tensor) -> tuple[float, float]:
