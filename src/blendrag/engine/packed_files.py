@@ -1,6 +1,6 @@
 """Packed copies of a model's weights, made once and kept in the user's cache directory.
 
-Reordered copies of other layers, which are made in no time, are not kept.
+What takes no time is not kept: joining the copies of layers with the same input, and reordering other layers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def packed_weights(adapter: ModelAdapter, name: str) -> PackedWeights:
         if found is None:
             found = packing.pack(adapter.model, name)
             _keep(file, found, partial(_remove_earlier, file, adapter, name))
-        if name == HEAD and not no_room(packing.reordered_bytes(adapter.model)):
+        if name != HEAD:
+            return packing.joined(adapter.model, found)
+        if not no_room(packing.reordered_bytes(adapter.model)):
             found.update(packing.reorder(adapter.model))
         return found
 

@@ -9,7 +9,8 @@ The idea is that of gpt-fast's ``quantize.py``, the operators are torch's.
   ``blocks`` (8 bits, scale and zero for 16 or 32 inputs: the numbers of a GGUF file).
 - :func:`linear_layers`, :func:`packed_layers`, :func:`why_not`: what is packed, and why a model keeps its own
   weights.
-- :func:`pack`: the copies, which :class:`DecodeWeights` uses.
+- :func:`pack`: the copies, which :class:`DecodeWeights` uses. :func:`joined`: those of layers with the same
+  input as one.
 - :func:`reorder`: copies with the same numbers in another order, for the layers that have no packed copy.
 - :func:`most_rows`: measures up to how many rows they are faster.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -71,6 +72,8 @@ Packed = tuple[torch.Tensor, ...]
 
 #: Between the names of layers that have one copy.
 AND = "+"
+#: int4's operator lays out so many outputs together, so that fewer can only be the last ones.
+OUTPUTS_TOGETHER = 64
 
 
 class PackedWeights(dict[str, Packed]):
@@ -268,10 +271,34 @@ def _unpacked_from(weight: torch.Tensor) -> PackedFormat | None:
 def packed(weight: torch.Tensor, kind: PackedFormat) -> Packed:
     """A packed copy of ``weight`` ``[N, K]``."""
     blocks = [kind.pack(rows.float()) for rows in weight.detach().split(ROWS_AT_A_TIME)]
-    return tuple(
-        torch.cat(parts, axis)
-        for axis, parts in zip(kind.axes, zip(*blocks, strict=True), strict=True)
-    )
+    return tuple(map(_joined, kind.axes, zip(*blocks, strict=True)))
+
+
+@torch.inference_mode()
+def joined(model: nn.Module, copies: PackedWeights) -> PackedWeights:
+    """``copies`` of the layers of ``model``, which are taken from it; those of layers with the same input and
+    format as one copy, for one product."""
+    layers, found = unpacked_layers(model), PackedWeights()
+    for names in shared_inputs(model, {at: one for at, one in layers.items() if at in copies}):
+        groups: dict[Any, list[str]] = defaultdict(list)
+        for name in names:
+            kind = format_of(copies[name], layers[name].in_features)
+            others = [
+                (*part.shape[:axis], *part.shape[axis + 1 :])
+                for axis, part in zip(kind.axes, copies[name], strict=True)
+            ]
+            is_apart = layers[name].out_features % OUTPUTS_TOGETHER > 0
+            groups[kind.name, *others, name if is_apart else ""].append(name)
+        for (kind_name, *_), group in groups.items():
+            axes = FORMATS[kind_name].axes
+            parts = zip(*(copies.pop(name) for name in group), strict=True)
+            found[AND.join(group)] = tuple(map(_joined, axes, parts))
+    found.update(copies)  # that of the LM head
+    return found
+
+
+def _joined(axis: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)
 
 
 @torch.inference_mode()
