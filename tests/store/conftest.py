@@ -1,7 +1,4 @@
-"""Fixtures of the store's tests; also makes ``kv_lab`` importable.
-
-torch is imported in them: the process that deals tests to workers reads this file, too.
-"""
+"""Fixtures of the store's tests; also makes ``kv_lab`` importable."""
 
 from __future__ import annotations
 
@@ -26,6 +23,12 @@ if TYPE_CHECKING:
     from blendrag.store.disk import DiskStore
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that fork are first: a fork takes longer, the more memory earlier tests have filled."""
+    folder = Path(__file__).parent
+    items.sort(key=lambda item: not item.path.is_relative_to(folder))
 
 
 @pytest.fixture
