@@ -1,7 +1,4 @@
-"""Engines that the tests of this folder share.
-
-torch is imported in the fixtures: the process that deals tests to workers reads this file, too.
-"""
+"""Engines that the tests of this folder share."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The embedded model over a part of its corpus, served on a free port.
-
-torch is imported in the fixtures: the process that deals tests to workers reads this file, too.
-"""
+"""The embedded model over a part of its corpus, served on a free port."""
 
 from __future__ import annotations
 
