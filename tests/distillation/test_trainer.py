@@ -554,8 +554,11 @@ def test_fewer_chunks_are_held_at_a_time_where_memory_is_short(tmp_path: Path) -
         ample = needs_of(adapter, trained, both, material, recipe(), available=1 << 40)
         room = ample.writer_bytes + ample.rows_bytes + 2.5 * ample.chunk_bytes
         scarce = needs_of(adapter, trained, both, material, recipe(), available=int(room / SHARE))
+        several = needs_of(adapter, trained, both, material, recipe(), 1 << 40, together=8)
         trained.close()
-    assert ample.encode_batch == 0
+    assert (ample.encode_batch, ample.student_batch) == (0, 1)
+    assert (several.teacher_batch, several.student_batch) == (8, 8)
+    assert several.total_bytes > ample.total_bytes + 7 * 3 * ample.chunk_bytes
     assert "are held" not in str(ample)
     assert scarce.encode_batch == 2
     assert scarce.total_bytes == ample.total_bytes - ample.chunk_bytes

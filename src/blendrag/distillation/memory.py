@@ -19,8 +19,8 @@ from blendrag.store.durable import readable_size
 COUNTED_TOKENS = 32, 64
 #: Float32 copies of logits that are alive at once: teacher, student, their log-softmax, gradients.
 LOGITS_COPIES = 6
-#: Share of the available memory that training may take.
-SHARE = 0.8
+#: Shares of the available memory that training may take, and logits of answers that wait for their turn.
+SHARE, WAITING_SHARE = 0.8, 0.2
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,17 @@ def needs_of(
     material: Material,
     recipe: Recipe,
     available: int | None = None,
+    together: int | None = None,
 ) -> Needs:
-    """Measured on two short chunks. Raises :class:`InvalidInputError` if not even one chunk fits."""
+    """Measured on two short chunks. ``together``: the most prompts in one forward; by default those of a step
+    on a GPU, where launching kernels takes longer than running them, and 1 on a CPU.
+
+    Raises :class:`InvalidInputError` if not even one chunk fits.
+    """
     if available is None:
         available = _available(adapter.device)
+    if together is None:
+        together = recipe.batch if adapter.device.type == "cuda" else 1
     parameters = sum(p.numel() for p in writer.parameters.values())
     chunk = material.chunk_tokens
     vocabulary = adapter.model.get_input_embeddings().num_embeddings
@@ -82,9 +89,8 @@ def needs_of(
     prompt_bytes += 4 * adapter.layout.size_bytes(chunk * material.top_k)
     prompt_bytes += int(per_token * rows + per_pair * rows * chunk * material.top_k)
     writer_bytes = 6 * 4 * parameters
-    # launching kernels takes a GPU longer than running them; a CPU takes as long for each prompt alone
-    is_gpu = adapter.device.type == "cuda"
-    teachers = max(TEACHER_BATCH, recipe.batch if is_gpu else 1)
+    teachers = min(together, int(WAITING_SHARE * available // logits_bytes))
+    teachers = max(TEACHER_BATCH, teachers)
     waiting_bytes = (
         teachers * logits_bytes + 2 * recipe.held_out * recipe.answer_tokens * vocabulary
     )
@@ -97,8 +103,8 @@ def needs_of(
             f"{readable_size(available)} are available; take a smaller model, shorter chunks "
             "(--chunk-tokens) or a lower --rank"
         )
-    most = recipe.batch if is_gpu else 1
-    students = max(1, min(most, int(left // (prompt_bytes + material.top_k * chunk_bytes))))
+    fit_together = int(left // (prompt_bytes + material.top_k * chunk_bytes))
+    students = max(1, min(together, fit_together))
     encode_batch = 0 if fit >= material.top_k else fit
     rows_bytes = students * prompt_bytes + waiting_bytes
     sizes = writer_bytes, rows_bytes, chunk_bytes, material.top_k
