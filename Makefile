@@ -56,8 +56,8 @@ check: $(READY) ## lint and a fast part of the tests, in a minute, before every 
 test: $(READY) ## everything: lint and all tests
 	@$(MAKE) --no-print-directory --jobs 2 lint test-all
 
-PYTEST = $(BIN)/python -m pytest --forks $(FORKS) --benchmark-disable
-FORKS = 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+WORKERS = 2
 # Rooms that need no engine, without their files that do, and one file of each of some rooms that do.
 FAST := store chat corpus frameworks planning schema serving text engine/test_answers.py fusor/test_fusion.py \
   server/test_streams.py test_errors.py test_names.py test_options.py
@@ -67,8 +67,8 @@ WITH_MODELS := chat/test_call_grammar.py chat/test_grammar.py corpus/test_embedd
 test-fast: $(READY)
 	$(PYTEST) -m "not slow" $(FAST:%=tests/%) $(WITH_MODELS:%=--ignore=tests/%)
 
-# Some wait for other processes, time-outs and disks: two more forks use the cores meanwhile.
-test-all: FORKS = 4
+# Some wait for other processes, time-outs and disks: a third worker uses the cores meanwhile.
+test-all: WORKERS = 3
 test-all: $(READY)
 	$(PYTEST)
 
@@ -100,7 +100,7 @@ test-nightly: ## everything with the newest releases of all packages
 	$(PYTHON) -m venv .venv-nightly
 	.venv-nightly/bin/python -m pip install --quiet --upgrade torch $(TORCH_ARGS)
 	.venv-nightly/bin/python -m pip install --quiet --upgrade -e '.[dev]' -e lab $(INTEGRATIONS:%=-e %)
-	.venv-nightly/bin/python -m pytest --forks 2 --benchmark-disable
+	.venv-nightly/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Each bench writes build/bench/NAME.json, completely or not at all; docs/performance.md is made from them.
 # More arguments: make bench GEOMETRY=tiny BENCH_ARGS="--chunks 2 --chunk-tokens 64". Some benches have no

@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from blendrag.fusor import Fusor
     from blendrag.model import ModelAdapter
 
+# torch and transformers are imported only where tests run: the process that deals them to workers starts
+# at once.
 ROOT = Path(__file__).resolve().parent
-MAIN_PROCESS = os.getpid()
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 #: Where a file that is synced is not waited for, if there is room for what the tests write.
 MEMORY, MEMORY_BYTES = Path("/dev/shm"), 4 << 30
-if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > MEMORY_BYTES:
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
-# All tests and the commands that they start share it.
-os.environ["BLENDRAG_CACHE"] = tempfile.mkdtemp(
-    prefix="blendrag-cache-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT")
-)
+if not IS_WORKER:  # the workers and every command of the tests share these
+    if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free > MEMORY_BYTES:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY))
+    root = os.environ.get("PYTEST_DEBUG_TEMPROOT")
+    os.environ["BLENDRAG_CACHE"] = tempfile.mkdtemp(prefix="blendrag-cache-", dir=root)
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-pytest_plugins = ["forks"]
 
 
 @pytest.fixture(autouse=True)
@@ -192,9 +192,10 @@ def pytest_collection() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any test module is imported."""
-    config.pluginmanager.register(NothingIsUnpickled())
+    if IS_WORKER or not config.getoption("numprocesses", None):
+        config.pluginmanager.register(NothingIsUnpickled())
 
 
 def pytest_unconfigure() -> None:
-    if os.getpid() == MAIN_PROCESS:
+    if not IS_WORKER:
         shutil.rmtree(os.environ["BLENDRAG_CACHE"], ignore_errors=True)

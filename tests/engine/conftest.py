@@ -1,4 +1,7 @@
-"""Engines that the tests of this folder share."""
+"""Engines that the tests of this folder share.
+
+torch is imported in the fixtures: the process that deals tests to workers reads this file, too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The embedded model over a part of its corpus, served on a free port."""
+"""The embedded model over a part of its corpus, served on a free port.
+
+torch is imported in the fixtures: the process that deals tests to workers reads this file, too.
+"""
 
 from __future__ import annotations
 

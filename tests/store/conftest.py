@@ -1,4 +1,7 @@
-"""Fixtures of the store's tests; also makes ``kv_lab`` importable."""
+"""Fixtures of the store's tests; also makes ``kv_lab`` importable.
+
+torch is imported in them: the process that deals tests to workers reads this file, too.
+"""
 
 from __future__ import annotations
 
