@@ -489,6 +489,26 @@ def test_auto_packs_the_lm_head_and_reorders_layers_if_packed_ones_choose_other_
     assert again.metrics.decode_weights == name  # remembered
 
 
+@pytest.mark.usefixtures("texts")
+def test_copies_that_agree_too_little_are_gone_before_others_are_made(
+    engines: Callable[..., BlendEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choosing, "_sufficient", lambda found: "head")
+    monkeypatch.setattr(agreeing, "LEAST_AGREEMENT", 1.1)
+    real, made = choosing._made, []  # type: ignore[var-annotated]
+
+    def make(adapter: Any, name: str) -> Any:
+        alive = any(weights() is not None for weights in made)
+        found = real(adapter, name)
+        made.append(weakref.ref(found))
+        assert not alive
+        return found
+
+    monkeypatch.setattr(choosing, "_made", make)
+    engines(decode_weights="auto").kv_namespace.model.decode_weights.measure_all()
+    assert [weights().name for weights in made if weights()] == ["head"]  # type: ignore[union-attr]
+
+
 def test_layers_are_reordered_only_if_there_is_memory_for_it(
     engines: Callable[..., BlendEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

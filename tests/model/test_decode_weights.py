@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 import tiny
 from blendrag.model import decode_weights as packing
 from blendrag.model.decode_weights import CHOICES, FORMATS, DecodeWeights
+from blendrag.model.sharing import without_collection
 from blendrag.model.weight_blocks import EIGHT_BITS, FOUR_BITS, Width, round_blocks
 
 WIDTHS = {"int4": FOUR_BITS, "blocks": EIGHT_BITS}
@@ -216,6 +219,62 @@ def test_joined_copies_give_the_numbers_of_the_separate_ones(
         with weights.used(rows):
             logits.append(model(ids).logits)
     assert torch.equal(*logits)
+
+
+@pytest.fixture
+def one_copy(monkeypatch: pytest.MonkeyPatch) -> Callable[[], DecodeWeights]:
+    """Makes weights with a joined copy of gate and up alone."""
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
+    model = tiny.llama(intermediate_size=packing.OUTPUTS_TOGETHER).bfloat16()
+    at = "model.layers.0.mlp.gate_proj+model.layers.0.mlp.up_proj"
+
+    def make() -> DecodeWeights:
+        copies = packing.joined(model, packing.pack(model, "int8"))
+        return DecodeWeights(model, "int8", packing.PackedWeights({at: copies[at]}))
+
+    return make
+
+
+def test_layers_with_one_copy_give_outputs_like_any_linear_layer(
+    one_copy: Callable[[], DecodeWeights],
+) -> None:
+    weights = one_copy()
+    (copy,) = weights.layers.values()
+    x = torch.randn(3, 1, 32).bfloat16()
+    with torch.no_grad(), weights.used(3):
+        assert [layer(x).is_contiguous() for layer in copy.layers] == [True, True]
+
+
+def test_nothing_of_a_forward_that_was_abandoned_is_kept(
+    one_copy: Callable[[], DecodeWeights],
+) -> None:
+    weights = one_copy()
+    (copy,) = weights.layers.values()
+    x = torch.randn(1, 1, 32).bfloat16()
+    with torch.no_grad(), suppress(KeyboardInterrupt), weights.used(1):
+        output = weakref.ref(copy.layers[0](x))
+        raise KeyboardInterrupt
+    assert output() is None
+
+
+def test_memory_of_copies_is_free_at_once_when_nobody_uses_them(
+    one_copy: Callable[[], DecodeWeights],
+) -> None:
+    weights = one_copy()
+    (copy,) = weights.layers.values()
+    parts = [weakref.ref(part) for part in copy.packed]
+    with without_collection():
+        del weights, copy
+        assert [part() for part in parts] == [None, None]
+
+
+def test_replaced_biases_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "MIN_WEIGHTS", 1)
+    model = tiny.large_biases(4.0, values=3.0).bfloat16()
+    weights = made(model)
+    layer = next(one.layer for one in weights.layers.values() if one.layer.bias is not None)
+    layer.bias = nn.Parameter(layer.bias + 1)
+    assert not weights.are_current
 
 
 def test_replaced_forwards_and_weights_are_noticed(model: nn.Module) -> None:

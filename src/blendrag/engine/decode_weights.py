@@ -190,6 +190,7 @@ class DecodeWeightsChoice:
         self._chosen = weights if found.suffices else None
         if not found.suffices:
             forget(adapter, AUTOMATIC)
+        del weights  # their memory may be needed for other copies
         if _sufficient(found) == HEAD:
             made = _made(adapter, HEAD)
             self._chosen = made if isinstance(made, DecodeWeights) else None

@@ -66,14 +66,12 @@ TIMED_ROUNDS, MOST_ROUNDS = 3, 12
 MOST_ROUNDS_S = 1.0
 #: Difference of times, as a share, from which it matters that rounds disagree.
 NEARLY_EQUAL = 0.05
-#: A packed weight: the tensors that its format's product takes.
-Packed = tuple[torch.Tensor, ...]
-
-
 #: Between the names of layers that have one copy.
 AND = "+"
 #: int4's operator lays out so many outputs together, so that fewer can only be the last ones.
 OUTPUTS_TOGETHER = 64
+#: A packed weight: the tensors that its format's product takes.
+Packed = tuple[torch.Tensor, ...]
 
 
 class PackedWeights(dict[str, Packed]):
@@ -276,8 +274,8 @@ def packed(weight: torch.Tensor, kind: PackedFormat) -> Packed:
 
 @torch.inference_mode()
 def joined(model: nn.Module, copies: PackedWeights) -> PackedWeights:
-    """``copies`` of the layers of ``model``, which are taken from it; those of layers with the same input and
-    format as one copy, for one product."""
+    """What :func:`pack` made of ``model``, with one copy, for one product, of layers with the same input and
+    format. Empties ``copies``, so that memory holds few of them twice."""
     layers, found = unpacked_layers(model), PackedWeights()
     for names in shared_inputs(model, {at: one for at, one in layers.items() if at in copies}):
         groups: dict[Any, list[str]] = defaultdict(list)
@@ -354,7 +352,7 @@ def _products(layers: Sequence[nn.Linear], x: torch.Tensor) -> list[torch.Tensor
 
 def _is_exact(layers: Sequence[nn.Linear]) -> bool:
     """Whether a reordered copy gives the same numbers as ``layers``, for all numbers of rows that are timed.
-    That depends on the processor, and on no weights but for their shape."""
+    This depends on the processor and on the shape of the weights, not on their values."""
     generator, weight, bias = torch.Generator().manual_seed(1), _weight_of(layers), _bias_of(layers)
     try:
         [copy] = REORDERED.pack(weight)
@@ -383,7 +381,10 @@ def format_of(copy: Packed, inputs: int) -> PackedFormat:
 class _Thread:
     """The thread whose forwards use the copies now; others compute as without them."""
 
-    ident = 0
+    def __init__(self) -> None:
+        self.ident = 0
+        self.computed: dict[nn.Linear, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        """Of a copy of several layers, by the first of them: its input, and the outputs of all."""
 
 
 class PackedLayer:
@@ -434,7 +435,7 @@ class PackedLayer:
 
         mine = logits if is_head else multiply
         self.multiply = mine
-        self.forwards = _forwards_of(self, using) if others else [forward]
+        self.forwards = _forwards_of(self.layers, multiply, using) if others else [forward]
         """One for each of ``layers``."""
 
     @property
@@ -443,33 +444,38 @@ class PackedLayer:
 
     @property
     def sources(self) -> Iterator[torch.Tensor]:
-        """What the copy stands for."""
+        """The weights and biases that products by the copy replace."""
         for each in self.layers:
             yield each.weight.detach()
-            if len(self.layers) > 1 and each.bias is not None:
+            if each.bias is not None:
                 yield each.bias.detach()
 
 
-def _forwards_of(copy: PackedLayer, using: _Thread) -> list[Callable[..., torch.Tensor]]:
-    """Forwards of layers that have one ``copy``: the first one computes the outputs of all, which the others
-    give for the same input. Other inputs are multiplied by the layers' own weights."""
-    sizes = [each.out_features for each in copy.layers]
-    last = len(sizes) - 1
-    computed: list[tuple[torch.Tensor, Sequence[torch.Tensor]]] = []
+def _forwards_of(
+    layers: Sequence[nn.Linear], multiply: Callable[[torch.Tensor], torch.Tensor], using: _Thread
+) -> list[Callable[..., torch.Tensor]]:
+    """Forwards of ``layers``, whose outputs ``multiply`` gives side by side.
+
+    The first layer computes the outputs of all. The others return theirs if they get the same input, and
+    multiply other inputs by their own weights.
+    """
+    sizes = [each.out_features for each in layers]
+    first, last = layers[0], layers[-1]
 
     def forward(index: int, layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         if get_ident() != using.ident:
             return F.linear(x, layer.weight, layer.bias)
-        if index == 0:
-            computed[:] = [(x, copy.multiply(x).split(sizes, -1))]
-        if not computed or computed[0][0] is not x:
+        if layer is first:
+            # contiguous as those of any linear layer: models call view
+            using.computed[first] = x, [y.contiguous() for y in multiply(x).split(sizes, -1)]
+        of, outputs = using.computed.get(first, (None, []))
+        if of is not x:
             return F.linear(x, layer.weight, layer.bias)
-        output = computed[0][1][index]
-        if index == last:
-            computed.clear()
-        return output
+        if layer is last:
+            del using.computed[first]
+        return outputs[index]
 
-    return [partial(forward, *each) for each in enumerate(copy.layers)]
+    return [partial(forward, *each) for each in enumerate(layers)]
 
 
 class DecodeWeights:
@@ -523,7 +529,7 @@ class DecodeWeights:
         return not hooked and marks == self._marks and torch.equal(samples, self._samples)
 
     def _state(self) -> tuple[list[tuple[int, int]], torch.Tensor]:
-        """Addresses and write counts of the weights, and some of their values, which a write through
+        """Addresses and write counts of weights and biases, and some of their values, which a write through
         ``weight.data`` changes alone."""
         weights = [source for each in self.layers.values() for source in each.sources]
         marks = [(each.data_ptr(), write_count(each)) for each in weights]
@@ -553,6 +559,7 @@ class DecodeWeights:
             yield
         finally:
             self._using.ident = 0
+            self._using.computed.clear()  # of forwards that were abandoned
             for attributes, _ in chosen:
                 attributes.pop("forward", None)
 
