@@ -438,6 +438,7 @@ def test_only_options_that_are_spelled_alike_are_suggested(given: str, suggested
         ("schema --json check FILE", "schema check --json FILE"),
         ("store --store DIR check", "store check --store DIR"),
         ("bench --json store", "bench store --json"),
+        ("--json store check DIR", "store check --json DIR"),
         ("--top-k 3 ask 'who is it?'", "ask --top-k 3 'who is it?'"),
     ],
 )

@@ -21,7 +21,10 @@ class SuggestingGroup(TyperGroup):
         if args and args[0].startswith("-") and args[0] not in own:
             at = next((at for at, word in enumerate(args) if word in self.commands), None)
             if at is not None:
-                corrected = shlex.join([args[at], *args[:at], *args[at + 1 :]])
+                command, rest = [args[at]], args[at + 1 :]
+                if rest and rest[0] in getattr(self.commands[args[at]], "commands", ()):
+                    command.append(rest.pop(0))
+                corrected = shlex.join([*command, *args[:at], *rest])
                 output.say("error", f"options go after the command: {ctx.command_path} {corrected}")
                 ctx.exit(USER_ERROR)
         return super().parse_args(ctx, args)
@@ -61,7 +64,8 @@ class ListingGroup(SuggestingGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         asks_help = args[:1] and args[0] in ctx.help_option_names
-        has_options_only = not args or args[0].startswith("-")
-        if has_options_only and not asks_help and self.commands.keys().isdisjoint(args):
+        begins_with_name = args and not args[0].startswith("-")
+        names_none = not begins_with_name and self.commands.keys().isdisjoint(args)
+        if names_none and not asks_help:
             args = ["list", *args]
         return super().parse_args(ctx, args)
