@@ -26,7 +26,7 @@ def excerpts(texts: Sequence[str], question: str, limit_chars: int) -> list[str]
 
     def weight(part: str) -> float:
         found = seen.keys() & terms_of(part)
-        return sum(math.log1p(len(units) / seen[term]) for term in found)
+        return math.fsum(math.log1p(len(units) / seen[term]) for term in found)
 
     return [_excerpt(text, weight, limit_chars) for text in texts]
 
