@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that fork are first: a fork takes longer, the more memory earlier tests have filled."""
+    """Tests of this folder are first: many fork, which takes longer, the more memory others have filled."""
     folder = Path(__file__).parent
     items.sort(key=lambda item: not item.path.is_relative_to(folder))
 
