@@ -567,6 +567,26 @@ def test_numbers_of_rows_that_are_not_certain_are_measured_again(
         assert bool(measured) is is_measured
 
 
+@pytest.mark.usefixtures("cache")
+def test_copies_are_measured_together_if_their_layers_have_the_same_outputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Query, key and value have as many outputs as gate and up."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    of_model = tiny.llama(hidden_size=128, intermediate_size=128, **heads).bfloat16()
+    copies = packing.joined(of_model, packing.pack(of_model, "int8"))
+    measured = []
+
+    def most_rows(layers: Any) -> packing.FastRows:
+        measured.append({tuple(each.out_features for each in one.layers) for one in layers})
+        return packing.FastRows(4, True)
+
+    monkeypatch.setattr(packing, "most_rows", most_rows)
+    choosing._limit_rows(packing.DecodeWeights(of_model, "int8", copies))
+    assert {(128, 64, 64)} in measured
+    assert {(128, 128)} in measured
+
+
 @pytest.mark.usefixtures("texts")
 def test_an_ingest_measures_and_says_what_it_found(
     engines: Callable[..., BlendEngine],

@@ -30,7 +30,7 @@ from blendrag.wording import condensed, log_step, short_model
 log = logging.getLogger(__name__)
 
 #: Counts up when the numbers of rows are measured in another way.
-ROWS_VERSION = 3
+ROWS_VERSION = 4
 AUTO = "auto"
 #: The format of ``auto``, which packs the LM head alone if that agrees too little; ``int4`` agrees still less
 #: (docs/decode-weights.md).
@@ -299,10 +299,10 @@ def _limit_rows(weights: DecodeWeights) -> bool:
     Returns whether all numbers of rows are certain; others are measured again by the next process.
     """
     is_steady = True
-    by_shape: dict[tuple[str, int, int, bool], list[str]] = defaultdict(list)
+    by_shape: dict[tuple[str, tuple[int, ...], int, bool], list[str]] = defaultdict(list)
     for name, each in weights.layers.items():
-        sizes = each.out_features, each.layer.in_features
-        by_shape[each.kind.name, *sizes, each.is_head].append(name)
+        outputs = tuple(layer.out_features for layer in each.layers)
+        by_shape[each.kind.name, outputs, each.layer.in_features, each.is_head].append(name)
     for shape, names in by_shape.items():
         key = f"decode rows {ROWS_VERSION}, {shape}, {_machine()}"
         rows = measurements.recall(key, int)
