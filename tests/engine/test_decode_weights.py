@@ -495,18 +495,17 @@ def test_copies_that_agree_too_little_are_gone_before_others_are_made(
 ) -> None:
     monkeypatch.setattr(choosing, "_sufficient", lambda found: "head")
     monkeypatch.setattr(agreeing, "LEAST_AGREEMENT", 1.1)
-    real, made = choosing._made, []  # type: ignore[var-annotated]
+    real, made, alive = choosing.packed_weights, [], []  # type: ignore[var-annotated]
 
-    def make(adapter: Any, name: str) -> Any:
-        alive = any(weights() is not None for weights in made)
+    def packed_weights(adapter: Any, name: str) -> Any:
+        alive.append([each() is not None for each in made])
         found = real(adapter, name)
         made.append(weakref.ref(found))
-        assert not alive
         return found
 
-    monkeypatch.setattr(choosing, "_made", make)
+    monkeypatch.setattr(choosing, "packed_weights", packed_weights)
     engines(decode_weights="auto").kv_namespace.model.decode_weights.measure_all()
-    assert [weights().name for weights in made if weights()] == ["head"]  # type: ignore[union-attr]
+    assert alive == [[], [False]]
 
 
 def test_layers_are_reordered_only_if_there_is_memory_for_it(
@@ -567,14 +566,12 @@ def test_numbers_of_rows_that_are_not_certain_are_measured_again(
         assert bool(measured) is is_measured
 
 
-@pytest.mark.usefixtures("cache")
 def test_copies_are_measured_together_if_their_layers_have_the_same_outputs(
-    monkeypatch: pytest.MonkeyPatch,
+    engines: Callable[..., BlendEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Query, key and value have as many outputs as gate and up."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    of_model = tiny.llama(hidden_size=128, intermediate_size=128, **heads).bfloat16()
-    copies = packing.joined(of_model, packing.pack(of_model, "int8"))
+    of_model = model(hidden_size=128, intermediate_size=128, **heads)
     measured = []
 
     def most_rows(layers: Any) -> packing.FastRows:
@@ -582,7 +579,7 @@ def test_copies_are_measured_together_if_their_layers_have_the_same_outputs(
         return packing.FastRows(4, True)
 
     monkeypatch.setattr(packing, "most_rows", most_rows)
-    choosing._limit_rows(packing.DecodeWeights(of_model, "int8", copies))
+    engines(of_model, decode_weights="int8").kv_namespace.model.decode_weights.now()
     assert {(128, 64, 64)} in measured
     assert {(128, 128)} in measured
 
