@@ -7,8 +7,8 @@
               each chunk          with the writer, directly behind the prefix; then keys move to their places
               all other tokens    stock, over that KV
 
-All questions of a prompt share its chunks: their rows stand in one forward, each blind to the others. So may
-several prompts.
+All questions of a prompt share its chunks: their rows are in one forward, and none sees another question.
+Several prompts may share a forward, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from blendrag.text.prompt import Segment
 
 #: The group of tokens that every question's rows see, and that of padding, which none sees.
 SHARED, PADDING = -1, -2
-#: Prompts whose answers are decoded in one batch, unless more memory is given.
+#: Prompts whose answers are decoded in one batch; more if a GPU has the memory.
 TEACHER_BATCH = 4
 #: Keys and values of one layer, each ``[B, Hkv, n, D]``.
 LayerKV = tuple[torch.Tensor, torch.Tensor]
@@ -390,7 +390,7 @@ class Forwards:
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
-    """Where each of several parts begins that stand one behind the other."""
+    """Where each of several parts begins that follow each other."""
     return list(accumulate(lengths, initial=0))[:-1]
 
 

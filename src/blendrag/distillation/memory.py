@@ -1,4 +1,4 @@
-"""What training takes of the machine's memory, and how many chunks' activations fit into it."""
+"""What training takes of the machine's memory, and how many chunks and prompts fit into it at a time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from blendrag.store.durable import readable_size
 COUNTED_TOKENS = 32, 64
 #: Float32 copies of logits that are alive at once: teacher, student, their log-softmax, gradients.
 LOGITS_COPIES = 6
-#: Shares of the available memory that training may take, and logits of answers that wait for their turn.
+#: Share of the available memory that training may take, and share that logits of answers may take while they
+#: wait for their turn.
 SHARE, WAITING_SHARE = 0.8, 0.2
 
 

@@ -1,6 +1,7 @@
 """Packed copies of a model's weights, made once and kept in the user's cache directory.
 
-What takes no time is not kept: joining the copies of layers with the same input, and reordering other layers.
+Copies of layers with the same input are joined, and other layers reordered, in each process: that takes a
+fraction of a second, and what it makes is not kept.
 """
 
 from __future__ import annotations
