@@ -163,7 +163,7 @@ def test_layers_are_not_reordered_if_their_products_would_change(
     reordered = replace(packing.REORDERED, pack=pack, product=product)
     monkeypatch.setattr(packing, "REORDERED", reordered)
     names = {name for at in packing.reorder(model) for name in at.split("+")}
-    layers = packing.unpacked_layers(model)
+    layers = packing.layers_below_head(model)
     assert names == {at for at, layer in layers.items() if layer.out_features != of_up}
 
 

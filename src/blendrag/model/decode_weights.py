@@ -276,7 +276,7 @@ def packed(weight: torch.Tensor, kind: PackedFormat) -> Packed:
 def joined(model: nn.Module, copies: PackedWeights) -> PackedWeights:
     """What :func:`pack` made of ``model``, with one copy, for one product, of layers with the same input and
     format. Empties ``copies``, so that memory holds few of them twice."""
-    layers, found = unpacked_layers(model), PackedWeights()
+    layers, found = layers_below_head(model), PackedWeights()
     for names in shared_inputs(model, {at: one for at, one in layers.items() if at in copies}):
         groups: dict[Any, list[str]] = defaultdict(list)
         for name in names:
@@ -301,9 +301,9 @@ def _joined(axis: int, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @torch.inference_mode()
 def reorder(model: nn.Module) -> PackedWeights:
-    """:data:`REORDERED` copies of the :func:`unpacked_layers` of ``model``, where their products are bit for
-    bit those of the layers. Layers with the same input have one copy."""
-    layers, found = unpacked_layers(model), PackedWeights()
+    """:data:`REORDERED` copies of the :func:`layers_below_head` of ``model``, where their products are bit
+    for bit those of the layers. Layers with the same input have one copy."""
+    layers, found = layers_below_head(model), PackedWeights()
     exact: dict[Any, bool] = {}
     for names in shared_inputs(model, layers):
         group = [layers[name] for name in names]
@@ -317,15 +317,15 @@ def reorder(model: nn.Module) -> PackedWeights:
     return found
 
 
-def unpacked_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """By name, the :func:`linear_layers` of ``model`` but its LM head."""
+def layers_below_head(model: nn.Module) -> dict[str, nn.Linear]:
+    """By name, the :func:`linear_layers` of ``model`` except its LM head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return {at: layer for at, layer in linear_layers(model).items() if layer is not head}
 
 
 def reordered_bytes(model: nn.Module) -> int:
     """Memory that the copies of :func:`reorder` take."""
-    return sum(layer.weight.nbytes for layer in unpacked_layers(model).values())
+    return sum(layer.weight.nbytes for layer in layers_below_head(model).values())
 
 
 def _weight_of(layers: Sequence[nn.Linear]) -> torch.Tensor:
