@@ -35,6 +35,15 @@ def made(adapter: ModelAdapter) -> Iterator[tuple[TrainedWriter, Forwards]]:
             writer.close()
 
 
+def shorter_prompt(adapter: ModelAdapter) -> ChunkPrompt:
+    """With fewer chunks and questions than :func:`prompt`'s."""
+    made = chunk_prompt(
+        adapter.tokens, [passage(n) for n in (2, 7)], ["Who owned the mill of Garth?"]
+    )
+    assert made is not None
+    return made
+
+
 def full_ids(asked: ChunkPrompt, number: int) -> list[int]:
     return [*asked.shared_ids, *asked.tails[number]]
 
@@ -88,11 +97,7 @@ def test_teacher_is_the_stock_prefill_and_its_greedy_answer(name: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_answered_in_one_batch_say_what_each_says_alone(name: str) -> None:
     adapter = small(name)
-    shorter = chunk_prompt(
-        adapter.tokens, [passage(n) for n in (2, 7)], ["Who owned the mill of Garth?"]
-    )
-    assert shorter is not None
-    prompts = [prompt(adapter), shorter]
+    prompts = [prompt(adapter), shorter_prompt(adapter)]
     with made(adapter) as (_, both):
         alone = [both.teachers([each])[0] for each in prompts]
         runs: list[int] = []
@@ -174,10 +179,7 @@ def test_questions_of_one_prompt_do_not_see_each_other() -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_that_run_together_give_the_losses_and_gradients_of_each_alone(name: str) -> None:
     adapter = small(name)
-    shorter = chunk_prompt(
-        adapter.tokens, [passage(n) for n in (2, 7)], ["Who owned the mill of Garth?"]
-    )
-    assert shorter is not None
+    shorter = shorter_prompt(adapter)
     prompts = [prompt(adapter), replace(shorter, head=shorter.head[:-1] + shorter.head[:1])]
     found = []
     with made(adapter) as (writer, both):
