@@ -70,7 +70,7 @@ def test_a_refused_model_answers_in_mode_full_over_what_it_ingested(refused_dir,
 def test_a_store_that_was_ingested_in_another_dtype_says_why_nothing_is_reused(store):
     (note,) = ask(store, "--dtype", "bfloat16")["metrics"]["notes"]
     assert "as the ingest loaded it, not as " in note
-    assert "is loaded here (bfloat16); leave out dtype or give float32, or ingest again" in note
+    assert "is loaded here (dtype bfloat16, not float32); load it as then" in note
     assert ask(store)["metrics"]["notes"] == []
 
 
@@ -82,7 +82,9 @@ def test_a_note_names_the_weights_only_if_they_were_replaced_in_place(docs, tmp_
         seed=5, num_hidden_layers=3, max_position_embeddings=1024, eos_token_id=639
     ).save_pretrained(model)
     (note,) = ask(store)["metrics"]["notes"]
-    assert note.endswith("is loaded here (its weights have changed); ingest again")
+    assert note.endswith(
+        "is loaded here (its weights have changed); load it as then, or ingest again"
+    )
     assert invoke(*ingest_args(docs, model, store)).exit_code == 0
     assert ask(store)["metrics"]["notes"] == []
 

@@ -23,42 +23,20 @@ AGAIN = {"tensors_fingerprint": "others"}
 
 
 @pytest.mark.parametrize(
-    ("changes", "cause", "remedy"),
+    ("changes", "cause"),
     [
-        (AGAIN, "its weights have changed", "ingest again"),
-        ({"compute_dtype": "bfloat16", "stored_dtype": "bfloat16", **AGAIN},
-         "bfloat16", "leave out dtype or give float32, or ingest again with this one"),
-        ({"adapters": "x", **AGAIN}, "with an adapter", "leave out lora, or ingest again"),
-        ({"weight_quantization": "int8", **AGAIN}, "quantisation int8, not none",
-         "load it as then, or ingest again"),
-        ({"attention": "eager"}, "attention eager, not sdpa",
-         "give attn_implementation sdpa, or ingest again"),
-        ({"geometry": "{1}"}, "its config has changed", "ingest again"),
-        ({"tokenizer_fingerprint": "x"}, "its tokenizer or chat template has changed", "ingest again"),
-        ({"model_id": "n"}, "under another name", "name it m, or ingest again"),
-        ({"revision": "def", **AGAIN}, "revision def, not abc", "load that one, or ingest again"),
-        ({"writer": "x"}, "with a writer", "give writer none, or ingest again"),
-        ({"encoding": "int8"}, "KV encoding int8, not native", "ingest again"),
+        (AGAIN, "its weights have changed"),
+        ({"compute_dtype": "bfloat16", **AGAIN}, "dtype bfloat16, not float32"),
+        ({"adapters": "x", **AGAIN}, "adapter x, not none"),
+        ({"weight_quantization": "int8", **AGAIN}, "quantisation int8, not none"),
+        ({"geometry": "{1}"}, "its config has changed"),
+        ({"writer": "3" * 64}, f"writer {'3' * 24}, not none"),
     ],
-)  # fmt: skip
-def test_each_cause_has_its_own_words_and_remedy(
-    changes: dict[str, Any], cause: str, remedy: str
-) -> None:
+)
+def test_a_difference_is_named_by_what_caused_it(changes: dict[str, Any], cause: str) -> None:
     now = replace(THEN, **changes)
     assert now.namespace != THEN.namespace
-    assert difference(THEN, now) == (cause, remedy)
-
-
-def test_an_adapter_that_the_ingest_had_is_asked_for() -> None:
-    then, same = replace(THEN, adapters="x"), "give the same lora, or ingest again"
-    assert difference(then, THEN) == ("without its adapter", same)
-    assert difference(then, replace(THEN, adapters="y")) == ("with another adapter", same)
-
-
-def test_a_writer_that_the_ingest_had_is_asked_for() -> None:
-    then, same = replace(THEN, writer="x"), "give the same writer, or ingest again"
-    assert difference(then, THEN) == ("without its writer", same)
-    assert difference(then, replace(THEN, writer="y")) == ("with another writer", same)
+    assert difference(THEN, now) == cause
 
 
 def test_without_a_writer_a_namespace_is_that_of_versions_that_had_none() -> None:

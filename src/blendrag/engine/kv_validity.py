@@ -180,13 +180,11 @@ class KVValidity:
     def why_invalid(self, namespace: str) -> str:
         return self._why_not.get(namespace, "it cannot be checked")
 
-    def difference(self, namespace: str) -> tuple[str, str] | None:
-        """How the loaded model differs from the one whose KV that other namespace holds, and the remedy;
-        ``None`` if it is not known, as in stores of earlier versions."""
+    def difference(self, namespace: str) -> str:
+        """How the loaded model differs from the one whose KV that other namespace holds; empty if it is not
+        known."""
         then = recorded(self._root, namespace)
-        if then is None:
-            return None
-        return difference(then.identity, self._identity_by(self.recipe))
+        return "" if then is None else difference(then.identity, self._identity_by(self.recipe))
 
     def _is_valid_here(self, namespace: str) -> bool:
         if namespace not in self._valid:

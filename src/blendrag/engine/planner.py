@@ -321,13 +321,11 @@ class Planner:
             return ""
         known = kv.validity.difference(manifest.namespace)
         dtype = dtype_name(kv.model.adapter.model.dtype)
-        cause, remedy = known or (
-            f"{dtype}: its weights, dtype, attention or adapter differ",
-            "load it as then, or ingest again",
-        )
+        cause = known or f"{dtype}: its weights, dtype, attention or adapter differ"
         return (
             f"chunks were computed because store {kv.root} holds the KV of {manifest.model!r} as the "
-            f"ingest loaded it, not as {kv.model.name!r} is loaded here ({cause}); {remedy}"
+            f"ingest loaded it, not as {kv.model.name!r} is loaded here ({cause}); load it as "
+            "then, or ingest again"
         )
 
     def _old_calibration(self, known: Records[Calibration], namespace: str) -> tuple[str, ...]:
