@@ -168,8 +168,6 @@ def _ingest(
         return interrupted()
     if report.stopped:
         say("error", report.stopped)
-    elif not json and (offer := engine.calibration_offer(report)):
-        say("note", offer)
     return FAILED if report.stopped or report.failed else DONE
 
 
