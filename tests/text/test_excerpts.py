@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 
 from blendrag.text.excerpts import excerpts
+
+
+class Passage(NamedTuple):
+    text: str
+    source: str
+
 
 TABLE = """sku,name,price,place,comment
 A-17,claw hammer,14.90,Bremen,fibreglass handle
@@ -32,9 +40,31 @@ PROSE = (
     ],
 )  # fmt: skip
 def test_an_excerpt_begins_where_the_question_is_met(text: str, question: str, shown: str) -> None:
-    assert excerpts([text], question, 44) == [shown]
+    assert excerpts([Passage(text, "a.txt")], question, 44) == [shown]
+
+
+MARKDOWN = (
+    "Tools > Prices\n\n| article | price |\n| --- | --- |\n| A-17 | 14.90 |\n| A-18 | 89.00 |"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "source", "question", "shown"),
+    [
+        ("place,guests\nKiel,9\nBremen,12", "a.csv", "guests in Kiel", "Kiel,9 Bremen,12"),
+        ("place,guests\nKiel,9\nBremen,12", "a.csv", "place and guests of Bremen", "Bremen,12"),
+        ("place,guests\nKiel,9\nBremen,12", "a.csv", "guests", "place,guests Kiel,9 Bremen,12"),
+        (MARKDOWN, "a.md", "What price has A-18?", "| A-18 | 89.00 |"),
+        (MARKDOWN, "a.md", "What is the price?", "| article | price | | --- | --- | | A-17 …"),
+    ],
+)
+def test_a_row_of_a_table_comes_before_the_header(
+    text: str, source: str, question: str, shown: str
+) -> None:
+    assert excerpts([Passage(text, source)], question, 44) == [shown]
 
 
 def test_a_word_of_one_passage_weighs_more_than_words_of_all() -> None:
     texts = ["It is in the box. The key is here."] + ["It is in the box of it."] * 3
-    assert excerpts(texts, "Is it in the key?", 30)[0] == "The key is here."
+    passages = [Passage(text, "a.txt") for text in texts]
+    assert excerpts(passages, "Is it in the key?", 30)[0] == "The key is here."

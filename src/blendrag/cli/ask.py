@@ -334,7 +334,7 @@ def _fields(answer: Answer | ServedAnswer) -> dict[str, Any]:
 def say_sources(sources: Sequence[RetrievedChunk | ServedSource], question: str) -> None:
     """Print the file, place, score and best line of each passage on stderr, the best first."""
     names = shown_sources(source.source for source in sources)
-    texts = excerpts([source.text for source in sources], question, EXCERPT_CHARS)
+    texts = excerpts(sources, question, EXCERPT_CHARS)
     ranked = sorted(zip(sources, texts, strict=True), key=lambda each: each[0].rank)
     for source, text in ranked:
         pages = shown_pages(source.page_label)

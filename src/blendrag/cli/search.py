@@ -76,7 +76,7 @@ def _print(found: list[RetrievedChunk], question: str) -> None:
     for heading in ("document", "place", "text"):
         table.add_column(heading, overflow="fold")
     names = shown_sources(chunk.source for chunk in found)
-    texts = excerpts([chunk.text for chunk in found], question, EXCERPT_CHARS)
+    texts = excerpts(found, question, EXCERPT_CHARS)
     for chunk, text in zip(found, texts, strict=True):
         row = (str(chunk.rank), f"{chunk.score:.3f}", names[chunk.source], _place(chunk), text)
         table.add_row(*row)
