@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from blendrag.cli.groups import SuggestingGroup
+from blendrag.cli.groups import SuggestingGroup, name_values
 from blendrag.cli.lifecycle import DONE, INTERRUPTED, begin, reporting
 
 #: The command gets all arguments as they were typed.
@@ -39,9 +39,11 @@ def _benches(chosen: str) -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         help="Measure speed: interleaved rounds, medians.",
-        context_settings={"help_option_names": ["-h", "--help"]},
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
     )
     for name, summary in SUMMARIES.items():
         command = load_bench(name).command if name == chosen else lambda: None
         app.command(name, help=summary)(command)
+    name_values(app)
     return app

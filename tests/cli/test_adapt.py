@@ -161,11 +161,6 @@ def test_what_is_saved_names_no_path_of_this_machine(
     assert public_name(cached) == "someone/model"
 
 
-def test_help_and_usage_name_values_as_people_do() -> None:
+def test_a_wrong_number_is_told_what_is_expected() -> None:
     result = invoke("adapt", "--learning-rate", "0")
     assert "'--learning-rate': 0 must be a number in (0, 1]" in result.stderr
-    for command in ("adapt", "ask", "serve"):
-        words = invoke(command, "--help").stdout
-        assert "--store PATH" in words
-        assert "<list" not in words
-        assert "<path>" not in words

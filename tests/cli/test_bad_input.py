@@ -427,12 +427,25 @@ def test_only_options_that_are_spelled_alike_are_suggested(given: str, suggested
         ("bench --json store", "bench store --json"),
         ("--json store check DIR", "store check --json DIR"),
         ("--top-k 3 ask 'who is it?'", "ask --top-k 3 'who is it?'"),
+        ("--policy list ask X", "ask --policy list X"),
+        ("--store ask list", "list --store ask"),
+        ("--store remove remove a.txt", "remove --store remove a.txt"),
+        ("store --store list gc", "store gc --store list"),
+        ("--store store store gc", "store gc --store store"),
+        ("--stroe DIR ask X", "ask --stroe DIR X"),
     ],
 )
 def test_options_before_a_command_are_told_where_they_go(given: str, corrected: str) -> None:
     result = invoke(*shlex.split(given))
     told = f"error: options go after the command: blendrag {corrected}\n"
     assert (result.exit_code, result.stderr) == (2, told)
+
+
+def test_a_value_that_is_called_like_a_command_is_a_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "--folder list is no directory" in refused("models", "--folder", "list")
 
 
 def test_a_store_whose_first_ingest_failed_has_no_model_yet(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +53,34 @@ def test_help_imports_neither_torch_nor_transformers(command: list[str], shown: 
     assert done.returncode == 0, done.stderr
     assert shown in done.stdout
     assert done.stdout.endswith("heavy: set()\n")
+
+
+def helps_below(*group: str) -> Iterator[tuple[str, str]]:
+    """Each command of a group, those of its groups included, and what its help says."""
+    helped = invoke(*group, "--help").stdout
+    yield " ".join(group), helped
+    for line in helped.partition("Commands:\n")[2].splitlines():
+        name = line[2:].partition(" ")[0]  # empty in a line that goes on
+        if name and name not in ("bench", "cluster"):  # imports torch; needs Ray
+            yield from helps_below(*group, name)
+
+
+@pytest.mark.parametrize("group", ["", pytest.param("bench", marks=pytest.mark.slow)])
+def test_help_names_values_in_capitals_and_no_types_of_python(group: str) -> None:
+    helps = dict(helps_below(*group.split()))
+    assert {"store gc", "ask", "models pull"} <= helps.keys() or "bench ttft" in helps
+    for command, helped in helps.items():
+        usage, _, described = helped.partition("\n")
+        assert not set("{}<>") & set(usage), command
+        typed = re.findall(r"<(?:list|str|int|float|bool|path)\b.*|<\w+[|].*", described)
+        assert typed == [], command
+        assert "│" not in helped, command
+    if not group:
+        assert "ingest [OPTIONS] PATH...\n" in helps["ingest"]
+        assert "\n  PATH...  Files or directories.  [required]\n" in helps["ingest"]
+        assert "schema check [OPTIONS] FILE [PROMPT...]\n" in helps["schema check"]
+        assert "--port 0..65535" in helps["serve"]
+        assert "--only verdicts|decode-weights|gguf|runs" in helps["cache clear"]
 
 
 @pytest.mark.parametrize(("command", "status"), [("--version", 0), ("--nothing", 2)])

@@ -134,7 +134,7 @@ def answer_figure(result: AnswerResult) -> Figure:
 def answer(
     timed: TimedModel,
     workload: Workload,
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the answer.")] = 64,
+    new_tokens: Annotated[int, options.number("Tokens of the answer.", 2, kind=int)] = 64,
     tier: Annotated[str, typer.Option(help="memory or disk.")] = "disk",
     decode_weights: Annotated[
         str | None, typer.Option(help="auto, native, int8 or int4.", show_default=False)

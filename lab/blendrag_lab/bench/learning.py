@@ -14,8 +14,6 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, NamedTuple
 
-import typer
-
 from blendrag.engine import BlendEngine, Options
 from blendrag_lab.bench import options
 from blendrag_lab.bench.geometry import TimedModel
@@ -72,7 +70,7 @@ def learning_table(result: LearningResult) -> ResultTable:
 def learning(
     timed: TimedModel,
     workload: Workload,
-    requests: Annotated[int, typer.Option(help="Requests in a sequence.", min=3)] = 5,
+    requests: Annotated[int, options.number("Requests in a sequence.", 3, kind=int)] = 5,
     new_tokens: options.Count = 16,
     tick: Tick = silent,
 ) -> LearningResult:

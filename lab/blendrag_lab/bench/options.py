@@ -25,7 +25,18 @@ from blendrag_lab.tables import ResultTable
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Count", "Device", "Dtype", "Geometry", "Json", "Plot", "Ratio", "Rounds", "Tier"]
+__all__ = [
+    "Count",
+    "Device",
+    "Dtype",
+    "Geometry",
+    "Json",
+    "Plot",
+    "Ratio",
+    "Rounds",
+    "Tier",
+    "number",
+]
 
 Geometry = Annotated[
     str | None, typer.Option(help="Random weights of a known shape, e.g. qwen2.5-0.5b.")

@@ -159,7 +159,7 @@ def serve(
     new_tokens: options.Count = 64,
     corpus_chunks: options.Count = 20,
     contexts: Annotated[
-        int, typer.Option(help="Different contexts of the questions; 0: each its own.", min=0)
+        int, options.number("Different contexts of the questions; 0: each its own.", 0, kind=int)
     ] = 0,
     poisson: Annotated[
         bool, typer.Option("--poisson", help="Arrivals at random, not all at once.")

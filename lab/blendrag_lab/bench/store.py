@@ -105,7 +105,7 @@ def store(
     tokens: options.Count = 512,
     chunks: options.Count = 6,
     rows: Annotated[
-        int, typer.Option(min=1, help="Rows of the index in which a key is missing.")
+        int, options.number("Rows of the index in which a key is missing.", 1, kind=int)
     ] = 1_000_000,
     directory: Annotated[
         Path | None, typer.Option("--dir", help="A directory on the disk to measure.")

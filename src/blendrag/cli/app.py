@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter, defaultdict
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.models import OptionInfo
 
 from blendrag import __version__
 from blendrag.cli import options, output
@@ -19,7 +17,7 @@ from blendrag.cli.cache import app as cache_commands
 from blendrag.cli.calibrate import calibrate
 from blendrag.cli.demo import demo
 from blendrag.cli.extras import add_commands
-from blendrag.cli.groups import AskingCommand, SuggestingGroup
+from blendrag.cli.groups import AskingCommand, NamingCommand, SuggestingGroup, name_values
 from blendrag.cli.ingest import ingest, list_documents, remove
 from blendrag.cli.lifecycle import DONE, REFUSED_MODEL, begin, reporting
 from blendrag.cli.models import app as models_commands
@@ -190,7 +188,7 @@ def _print_decode_weights(weights: dict[str, DecodeAgreement | str]) -> None:
 
 
 for command in (ingest, remove, search, ask, chat, serve, verify, demo, calibrate, adapt, profile):
-    app.command(cls=AskingCommand if command in (search, ask, chat) else None)(command)
+    app.command(cls=AskingCommand if command in (search, ask, chat) else NamingCommand)(command)
 app.command("list")(list_documents)
 app.add_typer(schema_commands)
 app.add_typer(store_commands)
@@ -198,19 +196,4 @@ app.add_typer(cache_commands)
 app.add_typer(models_commands)
 add_commands(app)
 
-
-def _name_values(commands: typer.Typer) -> None:
-    """Let help say PATH and TEXT where typer (0.29) would name a type of Python, such as <list[Path]>."""
-    for group in commands.registered_groups:
-        assert group.typer_instance is not None
-        _name_values(group.typer_instance)
-    for command in commands.registered_commands:
-        assert command.callback is not None
-        for each in inspect.signature(command.callback, eval_str=True).parameters.values():
-            for info in get_args(each.annotation)[1:]:
-                if isinstance(info, OptionInfo) and info.metavar is None and info.parser is None:
-                    names = str(get_args(each.annotation)[0])
-                    info.metavar = "PATH" if "Path" in names else "TEXT" if "str" in names else None
-
-
-_name_values(app)
+name_values(app)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import shlex
-from typing import Any
+import sys
+from typing import Any, Literal, get_args, get_origin
 
-from typer.core import TyperCommand, TyperGroup
+import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
+from typer.models import ArgumentInfo, OptionInfo
 
 from blendrag.cli import output
 from blendrag.cli.lifecycle import USER_ERROR
@@ -19,7 +23,7 @@ class SuggestingGroup(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {name for option in self.get_params(ctx) for name in option.opts}
         if args and args[0].startswith("-") and args[0] not in own:
-            at = next((at for at, word in enumerate(args) if word in self.commands), None)
+            at = self.place_of_command(ctx, args)
             if at is not None:
                 command, rest = [args[at]], args[at + 1 :]
                 if rest and rest[0] in getattr(self.commands[args[at]], "commands", ()):
@@ -28,6 +32,30 @@ class SuggestingGroup(TyperGroup):
                 output.say("error", f"options go after the command: {ctx.command_path} {corrected}")
                 ctx.exit(USER_ERROR)
         return super().parse_args(ctx, args)
+
+    def place_of_command(self, ctx: Any, args: list[str]) -> int | None:
+        """Where a command's name follows options and their values, of which one may be the name of another
+        command. Names after options that the command has go before those after others."""
+        named = [at for at, word in enumerate(args) if word in self.commands]
+        for allow_unknown in (False, True):
+            for at in named:
+                options = self._options_of(ctx, args[at:])
+                if _are_options(args[:at], options, allow_unknown):
+                    return at
+        return None
+
+    def _options_of(self, ctx: Any, words: list[str]) -> dict[str, bool]:
+        """Names of the options of the command that ``words`` begin with, and whether each takes a value."""
+        command: Any = self.commands[words[0]]
+        if isinstance(command, TyperGroup):
+            name = words[1] if words[1:] and words[1] in command.commands else "list"
+            command = command.commands.get(name, command)
+        return {
+            name: not option.is_flag
+            for option in command.get_params(ctx)
+            if isinstance(option, TyperOption)
+            for name in (*option.opts, *option.secondary_opts)
+        }
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -41,7 +69,47 @@ class SuggestingGroup(TyperGroup):
             raise
 
 
-class AskingCommand(TyperCommand):
+def _are_options(words: list[str], takes_value: dict[str, bool], allow_unknown: bool) -> bool:
+    """Whether ``words`` are options and their values. Of unknown options a value may follow or not."""
+    at = 0
+    while at < len(words):
+        name, equals, _ = words[at].partition("=")
+        if not name.startswith("-") or (name not in takes_value and not allow_unknown):
+            return False
+        at += 1
+        if name not in takes_value:
+            at += at < len(words) and not words[at].startswith("-")
+        elif takes_value[name] and not equals:
+            at += 1
+    return at == len(words)
+
+
+class NamingCommand(TyperCommand):
+    """Help and usage name arguments ``QUESTION`` and ``PATH...``, where typer (0.29) writes ``{question}``
+    and ``paths... <list[Path]>``."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        for each in self.params:
+            if type(each) is TyperArgument:
+                each.__class__ = _NamedArgument
+
+    def get_short_help_str(self, limit: int = 0) -> str:
+        """The whole sentence, which a list of commands wraps."""
+        return super().get_short_help_str(sys.maxsize)
+
+
+class _NamedArgument(TyperArgument):
+    def get_usage_pieces(self, ctx: Any) -> list[str]:
+        name = f"{self.metavar}{'...' * (self.nargs != 1)}"
+        return [name if self.required else f"[{name}]"]
+
+    def get_help_record(self, ctx: Any) -> tuple[str, str] | None:
+        record = super().get_help_record(ctx)
+        return record and (self.get_usage_pieces(ctx)[0], record[1])
+
+
+class AskingCommand(NamingCommand):
     """A command that takes one question, or none; of several words it says to quote them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -65,7 +133,39 @@ class ListingGroup(SuggestingGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         asks_help = args[:1] and args[0] in ctx.help_option_names
         begins_with_name = args and not args[0].startswith("-")
-        names_none = not begins_with_name and self.commands.keys().isdisjoint(args)
+        names_none = not begins_with_name and self.place_of_command(ctx, args) is None
         if names_none and not asks_help:
             args = ["list", *args]
         return super().parse_args(ctx, args)
+
+
+def name_values(commands: typer.Typer) -> None:
+    """Let the help of all commands say PATH and TEXT where typer (0.29) would name a type of Python, such as
+    ``<list[Path]>``."""
+    for group in commands.registered_groups:
+        assert group.typer_instance is not None
+        name_values(group.typer_instance)
+    for command in commands.registered_commands:
+        assert command.callback is not None
+        if command.cls is TyperCommand:
+            command.cls = NamingCommand
+        # kept, because evaluated annotations are new objects each time
+        signature = inspect.signature(command.callback, eval_str=True)
+        command.callback.__signature__ = signature  # type: ignore[attr-defined]
+        for each in signature.parameters.values():
+            for info in get_args(each.annotation)[1:]:
+                if isinstance(info, ArgumentInfo | OptionInfo) and info.metavar is None:
+                    otherwise = each.name.upper() if isinstance(info, ArgumentInfo) else "TEXT"
+                    info.metavar = _value_name(get_args(each.annotation)[0], otherwise)
+
+
+def _value_name(kind: Any, otherwise: str) -> str | None:
+    choices = [get_args(part) for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+    names = str(kind)
+    if choices:
+        return "|".join(choices[0])
+    if "Path" in names:
+        return "PATH"
+    if "str" in names:
+        return otherwise
+    return "NUMBER" if "float" in names else None

@@ -50,7 +50,7 @@ def check(
     prompts: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[PROMPT]...",
+            metavar="PROMPT",
             help="Prompts of the schema: <prompt schema=…>…, or files of it.",
             show_default=False,
         ),

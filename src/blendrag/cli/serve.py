@@ -43,7 +43,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 def serve(
     context: typer.Context,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+    port: Annotated[int, options.number("0 takes a free one.", 0, 65535, int)] = 8000,
     api_key_file: Annotated[
         Path | None,
         options.optional("One key a line; a line that ends in 'write' may change documents."),
