@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -489,24 +488,6 @@ def test_a_question_is_about_the_longest_name_of_a_chunk():
     assert question_about("nothing but small words") == (
         "What does the context say about nothing but small words?"
     )
-
-
-# -- the offer ----------------------------------------------------------------------------------
-
-
-def test_a_first_ingest_offers_to_calibrate_a_deep_model(tmp_path):
-    documents = [tiny.document(i) for i in range(6)]
-    with tiny.engine(tiny.llama(num_hidden_layers=16), tmp_path / "few") as engine:
-        report = engine.ingest([tiny.document(0, 2)])
-        assert engine.calibration_offer(report) == ""  # one prompt would hold all of them
-    with tiny.engine(tiny.llama(num_hidden_layers=16), tmp_path / "deep") as engine:
-        offer = engine.calibration_offer(engine.ingest(documents))
-        assert "blendrag calibrate" in offer
-        assert re.search(r"it takes about \d+ min", offer)
-        assert engine.calibration_offer(engine.ingest(documents)) == ""
-        assert engine.calibration_offer(engine.ingest([tiny.document(6)])) == ""
-    with tiny.engine(tiny.llama(num_hidden_layers=2), tmp_path / "shallow") as engine:
-        assert engine.calibration_offer(engine.ingest(documents)) == ""
 
 
 # -- bad input ----------------------------------------------------------------------------------

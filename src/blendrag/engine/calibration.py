@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from blendrag.config import DEFAULT_POLICY, DEFAULT_RATIO, OF_ENGINES, Settings
-from blendrag.engine.ingest import IngestReport
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.engine.planner import UNTRUSTED, Planner, check_fits
 from blendrag.engine.rendering import build_rag_prompt
@@ -25,7 +24,6 @@ from blendrag.errors import (
     StoreUnavailableError,
 )
 from blendrag.fusor.loader import SpanCorruptError
-from blendrag.fusor.selection.base import DEEP_LAYERS
 from blendrag.option import refuses_unknown
 from blendrag.planning.calibrate import (
     ANSWER_TOKENS,
@@ -55,8 +53,6 @@ from blendrag.text.prompt import SegmentedPrompt
 T = TypeVar("T")
 #: ``watch(race, done)`` after each prompt; ``done`` is the part of the calibration that is over.
 Watch = Callable[[Race, float], None]
-#: A calibration takes this many times as long as encoding its prompts.
-MAX_TIMES_ENCODING = 3.0
 
 
 @refuses_unknown("an option of a calibration", elsewhere=OF_ENGINES)
@@ -236,30 +232,6 @@ def undo(kv: KVNamespace, scheduler: Scheduler) -> bool:
 def largest_ratio(settings: Settings) -> float:
     """The ratio that a calibration compares smaller ones with: the one of requests, if any is smaller."""
     return settings.fixed_ratio if 0 < settings.fixed_ratio < 1 else DEFAULT_RATIO
-
-
-def offer(kv: KVNamespace, report: IngestReport) -> str:
-    """What a calibration would do and how long it would take, for a new corpus; else empty.
-
-    Shallow models have few layers to choose among, and a corpus of few chunks has few prompts.
-    """
-    if not report.chunks_computed:
-        return ""
-    settings = kv.settings
-    prompt_tokens = settings.top_k * report.tokens / max(1, report.chunks)
-    is_new = report.chunks_computed == len(kv.corpus.require())
-    if not kv.model.is_loaded:  # computed by other machines
-        return ""
-    if not is_new or report.chunks <= settings.top_k or len(kv.layout.layers) < DEEP_LAYERS:
-        return ""
-    defaults = CalibrationOptions(largest_ratio(settings))
-    seconds = MAX_TIMES_ENCODING * defaults.samples * prompt_tokens / report.tokens_per_s
-    minutes = max(1, round(min(defaults.minutes, seconds / 60)))
-    return (
-        "blendrag calibrate would compare ways to choose the recomputed tokens on this model and corpus, and "
-        "keep the one whose answers are closest to a full prefill's, and the smallest ratio that is as "
-        f"close; it takes about {minutes} min"
-    )
 
 
 def _asked(kv: KVNamespace, options: CalibrationOptions) -> list[SampledQuestion]:

@@ -510,10 +510,6 @@ class BlendEngine:
         """Undo :meth:`calibrate` for the loaded model; whether there was anything to undo."""
         return calibrating.undo(self.kv_namespace, self.scheduler)
 
-    def calibration_offer(self, report: IngestReport) -> str:
-        """After an ingest: a sentence on what :meth:`calibrate` would do, if it is worth offering."""
-        return calibrating.offer(self.kv_namespace, report)
-
     def profile(
         self,
         directories: Sequence[str | Path] = (),
