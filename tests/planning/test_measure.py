@@ -248,20 +248,6 @@ def test_a_measurement_whose_rounds_are_damaged_begins_anew(engine, lengths, mon
     assert not timings.exists()
 
 
-def test_files_of_a_killed_measurement_are_removed_by_the_next(tmp_path):
-    old, young = (tmp_path / f".profile-{name}" for name in ("killed", "running"))
-    for left in (old, young):
-        left.mkdir()
-    os.utime(old, (0, 0))
-    with tier_times.scratch_directory(tmp_path, "--dir") as running:
-        assert not old.exists()
-        assert young.exists()  # another process may be measuring now
-        for clock in (0, 4_000_000_000):  # a clock that is set forth and back
-            os.utime(running, (clock, clock))
-            with tier_times.scratch_directory(tmp_path, "--dir"):
-                assert running.exists()
-
-
 @pytest.mark.parametrize("ratio", [0.2, "auto"])
 def test_a_damaged_record_only_takes_the_profile_away(engine, ratio):
     for damaged in ('{"profiles": [{"version": 1}]}', '{"profiles": ' + 100_000 * "["):
@@ -285,7 +271,7 @@ def test_a_store_that_cannot_be_written_is_not_written_and_keeps_nothing(engine,
         assert not kept(reader).exists()
     names = [tier.name for tier in report.profile.tiers]
     assert names == ["memory", str(tmp_path), f"{tmp_path} (cold)"]
-    assert {call.kwargs["dir"] for call in written.mock_calls} == {tmp_path}
+    assert {call.args[2] for call in written.mock_calls} == {tmp_path}
 
 
 @pytest.mark.parametrize("option", ["--store", "--dir"])
@@ -295,10 +281,10 @@ def test_a_directory_that_cannot_be_written_is_named_with_its_option(
     refused = tmp_path if option == "--dir" else engine.root
     mkdtemp = tempfile.mkdtemp
 
-    def made(**given: Any) -> str:
-        if given["dir"] == refused:
+    def made(suffix: str | None, prefix: str, directory: Path) -> str:
+        if directory == refused:
             raise PermissionError(errno.EACCES, "Permission denied")
-        return mkdtemp(**given)
+        return mkdtemp(suffix, prefix, directory)
 
     monkeypatch.setattr(tempfile, "mkdtemp", made)
     with pytest.raises(InvalidInputError, match=f"choose another {option}$") as error:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
 import secrets
-import shutil
 import statistics
 import tempfile
 import time
@@ -26,11 +24,9 @@ from blendrag.errors import InvalidInputError, StoreError
 from blendrag.planning.profile import MEMORY, REMOTE, Tier
 from blendrag.store.base import KVReader, WantedKV
 from blendrag.store.disk import DiskStore
-from blendrag.store.durable import DIRECTORY
 from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.kv import ChunkKV
 from blendrag.store.memory import MemoryStore
-from blendrag.store.payload_files import opened
 from blendrag.store.remote.root import name_of
 from blendrag.store.remote.tier import RemoteTier
 
@@ -39,8 +35,6 @@ READ_BYTES = COPIED_BYTES = 64 << 20
 MAX_CHUNKS = 8
 ROUNDS = 3
 SCRATCH = ".profile-"
-#: Age of a scratch directory that a killed process left.
-STALE_S = 3600.0
 NAMESPACE = "0" * 64
 KEYS = [f"{number:064x}" for number in range(MAX_CHUNKS)]
 
@@ -207,32 +201,16 @@ def _read(
 
 @contextlib.contextmanager
 def scratch_directory(directory: Path, option: str) -> Iterator[Path]:
-    """A temporary directory in ``directory``; also removes those left by killed processes."""
+    """A temporary directory in ``directory``."""
     try:
-        for left in directory.glob(f"{SCRATCH}*"):
-            if _is_left(left):
-                shutil.rmtree(left, ignore_errors=True)
-        scratch = Path(tempfile.mkdtemp(prefix=SCRATCH, dir=directory))
-        fd = os.open(scratch, DIRECTORY)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        made = tempfile.TemporaryDirectory(prefix=SCRATCH, dir=directory)
     except OSError as exc:
         raise InvalidInputError(
             f"directory {directory} cannot be written ({exc.strerror}), expected one in which reading can "
             f"be timed; choose another {option}"
         ) from exc
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-        os.close(fd)
-
-
-def _is_left(scratch: Path) -> bool:
-    """Whether no process measures there; the age is only for the moment before it is locked."""
-    with contextlib.suppress(OSError), opened(scratch) as fd:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return abs(time.time() - scratch.stat().st_mtime) > STALE_S
-    return False
+    with made as scratch:
+        yield Path(scratch)
 
 
 # -- the page cache -------------------------------------------------------------------------------
