@@ -195,4 +195,3 @@ def test_the_command_serves_them_and_questions_over_each_find_it(
     assert secret == same
     assert (first, second) == (None, "two")
     assert f"serving: two: model over {roots[1]}" in result.stderr
-    assert "of weights in 1 model, at most" in result.stderr

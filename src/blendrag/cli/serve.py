@@ -22,7 +22,6 @@ from blendrag.cli.output import count, say
 from blendrag.cli.progress import StatusLine
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag.store import server_record
-from blendrag.store.durable import readable_size
 from blendrag.store.regular_files import MIB
 from blendrag.wording import quoted, short_model
 
@@ -258,8 +257,6 @@ def _announce(url: str, service: Service, others: Sequence[Service]) -> None:
     for each in others:
         of_model = short_model(each.engine.model_name)
         say("serving", f"{each.name}: {of_model} over {each.engine.root}")
-    if others:
-        say("memory", _memory(*(each.engine for each in (service, *others))))
     say("page", f"{url}/")
 
 
@@ -279,19 +276,6 @@ def _further(given: Sequence[str]) -> dict[str, Path]:
             )
         found[name] = Path(store)
     return found
-
-
-def _memory(*engines: BlendEngine) -> str:
-    """What engines beside each other hold."""
-    models = {id(each.adapter.model): each.adapter.model for each in engines}.values()
-    weights = {each for model in models for each in model.parameters()}
-    weight_bytes = sum(each.numel() * each.element_size() for each in weights)
-    ram_bytes = sum(each.settings.ram_bytes for each in engines)
-    return (
-        f"{readable_size(weight_bytes)} of weights in {count(len(models), 'model')}, at most "
-        f"{readable_size(ram_bytes)} of stored KV and {readable_size(engines[0].settings.batch_bytes)} of "
-        "running requests"
-    )
 
 
 def _check_writable(api_key_file: Path | None, origins: Sequence[str], reads_only: bool) -> None:
