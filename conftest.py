@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # torch and transformers are imported only where tests run: the process that deals them to workers starts
 # at once.
+gc.disable()  # until all tests are collected
 ROOT = Path(__file__).resolve().parent
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
@@ -181,7 +182,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Garbage is looked for only in what the tests make, not in the libraries that they import."""
-    gc.disable()
     try:
         return (yield)
     finally:
