@@ -13,6 +13,7 @@ import pytest
 from blendrag.cli import progress
 from blendrag.cli.progress import TimeLeft
 from blendrag.corpus.embedder import Embedder
+from blendrag.engine import ingest as ingesting
 from blendrag.engine.kv_writer import KVWriter
 from blendrag.fusor import gate
 from blendrag.store.durable import readable_size
@@ -121,6 +122,18 @@ def seconds_of(duration: str) -> float:
     minutes, _, seconds = number.rpartition(":")
     assert unit in ("s", "min")
     return 60 * float(minutes or 0) + float(seconds)
+
+
+def test_ingest_says_what_it_will_take_on_disk_if_that_is_much(ingest, monkeypatch):
+    monkeypatch.setattr(ingesting, "ANNOUNCED_BYTES", 10_000)
+    told = invoke(*ingest)
+    (said,) = [line for line in told.stderr.splitlines() if line.startswith("note: the KV to be ")]
+    assert " per token; the disk has " in said
+    size = re.search(r"takes about ([\d.]+) KiB", said)
+    stored = re.search(r"; ([\d.]+) KiB encoded in", told.stdout)
+    assert size is not None
+    assert stored is not None
+    assert 0.8 < float(size[1]) / float(stored[1]) < 1.25
 
 
 def test_the_time_left_follows_a_speed_that_changes_early() -> None:

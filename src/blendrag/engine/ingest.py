@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -40,13 +41,20 @@ from blendrag.errors import (
     UnsupportedModelError,
 )
 from blendrag.serving.scheduler import Scheduler
+from blendrag.store.durable import readable_size
+from blendrag.store.encodings import stored_chunk_bytes
+from blendrag.store.identity import NATIVE_ENCODING
 from blendrag.text.chunking import Chunk
 from blendrag.text.inputs import ALL, Patterns, scan_inputs
 from blendrag.text.limited_reading import read_documents
 from blendrag.text.names import short_name
 from blendrag.text.readers import Document, check_document, digest_of
+from blendrag.wording import log_step
 
 log = logging.getLogger(__name__)
+
+#: KV of this size is announced before it is computed.
+ANNOUNCED_BYTES = 10**9
 
 
 @dataclass
@@ -162,6 +170,7 @@ class IngestRun:
         self._watch = watch or (lambda report: None)
         self._writer = KVWriter(kv, scheduler, self._begin)
         self._languages = Languages()
+        self._announced = False
         self._report = IngestReport()
         self._ahead = WorkAhead((), self._planned, FilesRead(), self._tell)
         self._counted = set[str]()
@@ -337,6 +346,8 @@ class IngestRun:
             # another process, or this document with an equal chunk, may have stored it meanwhile
             if self._report.refused or not self._writer.missing([chunk], ask_remote=False):
                 return False
+            if not self._announced:
+                self._announce_size()
             self._kv.record_recipe()
             name = f"{document.source}, characters {chunk.start} to {chunk.end}"
             near = self._neighbours and self._neighbours.texts(document.title, chunk)
@@ -344,6 +355,25 @@ class IngestRun:
         except UnsupportedModelError as refused:
             self._report.refused = str(refused)
         return not self._report.refused
+
+    def _announce_size(self) -> None:
+        """Say what will be stored if that is much: exactly, as far as documents were read."""
+        self._announced = True
+        ahead, layout, root = self._ahead, self._kv.layout, self._kv.root
+        counted = ahead.chunk_tokens
+        planned_bytes = sum(stored_chunk_bytes(layout, n) * of for n, of in counted.items())
+        needed_bytes = planned_bytes * (ahead.total / ahead.planned if ahead.planned else 1.0)
+        if needed_bytes >= ANNOUNCED_BYTES:
+            smaller = "; a new store in encoding int8 takes about half" * (
+                layout.encoding == NATIVE_ENCODING and layout.dtype != "float32"
+            )
+            per_token = planned_bytes / max(1, sum(n * of for n, of in counted.items()))
+            log_step(
+                log,
+                "the KV to be stored takes about %s in store %s, %s per token; the disk has %s free%s",
+                *(readable_size(needed_bytes), root, readable_size(per_token)),
+                *(readable_size(shutil.disk_usage(root).free), smaller),
+            )
 
     def _write_rows(self, document: Document, digest: str, chunks: Sequence[Chunk]) -> None:
         """Embed new chunks, write the document's rows, drop KV that no row refers to any more."""

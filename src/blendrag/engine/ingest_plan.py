@@ -79,6 +79,8 @@ class WorkAhead:
         self._held_chars = 0
         self.planned = 0.0
         """Work of the documents that were read."""
+        self.chunk_tokens = Counter[int]()
+        """How many chunks without KV have so many tokens."""
         self._bytes, self._work = defaultdict[str, float](float), defaultdict[str, float](float)
 
     def __iter__(self) -> Iterator[PlannedDocument]:
@@ -99,6 +101,8 @@ class WorkAhead:
         self._held.append(planned)
         self._held_chars += len(planned.document.text)
         self.planned += planned.total
+        sizes = {chunk.chunk_id: n for chunk, n in zip(planned.chunks, planned.tokens, strict=True)}
+        self.chunk_tokens.update(sizes[chunk_id] for chunk_id in planned.work)
         self._bytes[self._reading.kind] += planned.size_bytes
         self._work[self._reading.kind] += planned.total
         self._told()
