@@ -145,7 +145,9 @@ def test_ask_prints_the_answer_and_metrics_on_stderr(ingested: Path) -> None:
     assert cut == "note: the answer was cut at --max-new-tokens 6; more let it go on"
     args += ("--no-sources",)
     chosen = said(invoke(*args, "--policy", "query", "--schedule", "0.4,0.2"))
-    assert chosen.endswith("mode blend, query at ratio 0.30; decode weights native")
+    assert chosen.endswith(
+        "mode blend, query at ratio 0.30, schedule 0.4,0.2; decode weights native"
+    )
     zero = said(invoke(*args, "--ratio", "0"))
     assert zero.endswith("mode blend at ratio 0, which recomputes nothing; decode weights native")
     for more in (("--policy", "boundary(3)"), ("--mode", "reuse")):  # these follow no schedule

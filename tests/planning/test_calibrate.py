@@ -431,12 +431,17 @@ def test_a_calibration_goes_on_where_the_same_one_ended(engine, best, monkeypatc
     assert len(asked) == len(whole.race.rows)
 
 
-def test_a_calibration_of_an_earlier_version_is_not_used(engine):
+def test_a_calibration_of_an_earlier_version_is_named_once_and_not_used(engine, monkeypatch):
+    monkeypatch.setattr(engine.planner, "told", set())
     path = kept(engine).path
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"calibrations": [{"policy": "hkvd", "weights": [0.5, 0.1]}]}))
-    found = metrics(engine)
-    assert (found.policy, found.notes) == (DEFAULT_POLICY, ())
+    first, second = metrics(engine), metrics(engine)
+    assert first.policy == DEFAULT_POLICY
+    (note,) = first.notes
+    assert "earlier version" in note
+    assert "blendrag calibrate" in note
+    assert second.notes == ()
 
 
 def test_a_model_changed_meanwhile_ends_the_calibration(tmp_path, best):

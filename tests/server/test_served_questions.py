@@ -122,6 +122,20 @@ def test_a_server_that_does_not_answer_is_named_in_a_note(
     assert capsys.readouterr().err == said
 
 
+def test_no_server_is_advised_where_one_runs_and_the_options_need_an_engine(
+    served: Live, demo_engine: BlendEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("blendrag.cli.ask.LONG_IMPORT_S", 0.0)
+    args = ["ask", QUESTION, "--store", demo_engine.root, "--max-new-tokens", "2"]
+    args += ["--search", "lexical", "--explain", tmp_path / "a.html"]
+    advice = "with blendrag serve running"
+    assert advice in invoke(*args).stderr
+    with announced(served, demo_engine.root):
+        told = invoke(*args).stderr
+    assert "importing torch" in told
+    assert advice not in told
+
+
 def test_a_question_over_a_limit_of_the_server_is_answered_without_it(
     served: Live, demo_engine: BlendEngine, capsys: Any
 ) -> None:

@@ -31,6 +31,7 @@ from blendrag.cli.served import (
     ServedPieces,
     ServedSource,
     StoreServer,
+    is_announced,
     pieces,
     server_of,
 )
@@ -44,8 +45,12 @@ if TYPE_CHECKING:
     from blendrag.engine.answers import AnswerIterator
     from blendrag.metrics import RequestMetrics
 
+#: Longest schedule that is printed in full.
+SCHEDULE_CHARS = 60
 #: Seconds; a shorter opening is not mentioned.
 WORTH_TELLING_S = 0.1
+#: Seconds; shorter imports are not mentioned.
+LONG_IMPORT_S = 1.0
 #: How a conversation is ended.
 _KEYS = "Ctrl-C ends an answer, Ctrl-D the conversation"
 #: Characters shown of each source.
@@ -81,12 +86,19 @@ def ask(
         return DONE
     chosen = options.filter_of(only, where)
     options.require_documents(context.params["store"], chosen)
+    began = time.perf_counter()
     request = options.request_options(context, explain=explain is not None)
+    imported_s = time.perf_counter() - began
     with options.engine_for(context) as engine:
         answer = print_answer(
             engine.ask_stream(question, top_k, request, filter=chosen), silent=json
         )
         _show(context, question, answer, sources, json)
+        if imported_s >= LONG_IMPORT_S and not json:
+            took = f"importing torch and transformers took {duration(imported_s)}"
+            took += f", opening the model {duration(answer.metrics.opening_s)}"
+            advice = "; with blendrag serve running over the store, blendrag ask waits for neither"
+            say("note", took if is_announced(context) else took + advice)
         if explain is not None:
             explain.write_text(answer.explain().page(question), encoding="utf-8")
         interrupt.expect("the answer is complete; some chunks are not precomputed yet")
@@ -292,6 +304,8 @@ def say_answer(
 ) -> None:
     """Print the figures on stderr; also if ``most_tokens`` cut the answer."""
     metrics = answer.metrics
+    if isinstance(answer, ServedAnswer):  # whether its policy follows it would take torch to say
+        metrics = replace(metrics, schedule="")
     if answer.finish_reason != "length" or metrics.new_tokens != most_tokens:
         say_metrics(metrics, shown_notes)
         return
@@ -348,7 +362,7 @@ def say_metrics(metrics: RequestMetrics, shown_notes: set[str] | None = None) ->
         f"(loading {1e3 * metrics.load_s:,.0f} ms){opened}, "
         f"{metrics.prompt_tokens} prompt tokens: {metrics.reused_tokens} reused{prefix}, "
         f"{metrics.recomputed_tokens} of them recomputed, {metrics.fresh_tokens} fresh; "
-        f"mode {metrics.mode}{policy}; decode weights {metrics.decode_weights}",
+        f"mode {metrics.mode}{policy}{_schedule(metrics)}; decode weights {metrics.decode_weights}",
     )
     if metrics.decision:
         say("decision", metrics.decision)
@@ -357,3 +371,17 @@ def say_metrics(metrics: RequestMetrics, shown_notes: set[str] | None = None) ->
         if note not in shown_notes:
             say("note", note)
             shown_notes.add(note)
+
+
+def _schedule(metrics: RequestMetrics) -> str:
+    """The schedule that ran; a long vector is cut, the JSON has all of it."""
+    if not (metrics.policy and metrics.schedule):
+        return ""
+    from blendrag.fusor.selection import make_policy
+
+    if not make_policy(metrics.policy).follows_schedule:
+        return ""
+    text = metrics.schedule
+    if len(text) > SCHEDULE_CHARS:
+        text = f"{text[:SCHEDULE_CHARS].rpartition(',')[0]},…"
+    return f", schedule {text}"

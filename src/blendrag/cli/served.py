@@ -214,6 +214,11 @@ class StoreServer:
         say("note", f"answered without the server of this store at {self.record.url}, which {why}")
 
 
+def is_announced(context: typer.Context) -> bool:
+    """Whether a server of the store has written its record, whether or not it can answer this command."""
+    return server_record.read(context.params["store"] or settings().store) is not None
+
+
 def server_of(context: typer.Context) -> StoreServer | None:
     """The store's server; ``None`` if there is none, or if the options of the command need an engine of their
     own."""

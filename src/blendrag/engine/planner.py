@@ -22,7 +22,12 @@ from blendrag.planning.measure import prefill_token_s
 from blendrag.planning.plan import MODE_FULL, MissingKV, Plan, Reason
 from blendrag.planning.profile import Profile
 from blendrag.store.kv import dtype_name
+from blendrag.store.records import Records
 
+OLD_CALIBRATION = (
+    "an earlier version of blendrag calibrated this model, and its result is not used; repeat blendrag "
+    "calibrate"
+)
 HEAD_ONLY = (
     "mode prefix reuses only the beginning of the prompt, because this store's chunks were encoded with a "
     "writer or after similar chunks, and none of them is what a full prefill would compute; mode blend or "
@@ -126,6 +131,8 @@ class Planner:
         self.measured_token_s: float | None = None
         self._holds: dict[str, bool] = {}
         """Whether the store holds KV of other namespaces."""
+        self.told: set[str] = set()
+        """Namespaces for which :data:`OLD_CALIBRATION` was given."""
 
     @property
     def namespace(self) -> str:
@@ -178,8 +185,11 @@ class Planner:
         if is_long and not (adapter.has_long_table and request.sequences == 1):
             why = _other_table(adapter, request)
             return Plan.computed(prompt, why, (why.text,))
-        found = cache(calibrations(self._kv.root, namespace).entries)
+        known = calibrations(self._kv.root, namespace)
+        found = cache(known.entries)
         calibrated = partial(_calibrated, found)
+        if request.blending.is_calibrated and not found():
+            stream.notes += self._old_calibration(known, namespace)
         request = replace(request, blending=calibrated(request.blending))
         if adapter.composition is not None:
             request = replace(request, blending=self._of_runs(request, stream))
@@ -317,6 +327,13 @@ class Planner:
             f"ingest loaded it, not as {kv.model.name!r} is loaded here ({cause}); load it as "
             "then, or ingest again"
         )
+
+    def _old_calibration(self, known: Records[Calibration], namespace: str) -> tuple[str, ...]:
+        """A note, once, if there is a calibration and it cannot be used."""
+        if namespace in self.told or not known.unchecked():
+            return ()
+        self.told.add(namespace)
+        return (OLD_CALIBRATION,)
 
     def _profile(self, request: Request, namespace: str) -> tuple[Profile | None, tuple[str, ...]]:
         """The machine profile; a note if ratio auto needs one and there is none."""
