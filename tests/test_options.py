@@ -36,7 +36,7 @@ from blendrag.store.remote.objects import RemoteObjects
 from cli.commands import invoke
 from lab.pages.options_page import PAGE, page
 
-#: All but those of the lab, which have options of their own.
+#: All but those whose options are their own.
 COMMANDS: dict[str, Any] = {
     name: command
     for name, command in typer.main.get_command(app).commands.items()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""``blendrag eval`` and ``blendrag bench``: the policy arena and the benches.
+"""``blendrag eval``, ``bench`` and ``adapt``: the policy arena, the benches, and training of writers.
 
 Bad input raises a :class:`~blendrag.errors.BlendragError`, which ends a command with one sentence.
 """

@@ -1,4 +1,4 @@
-"""``blendrag bench`` and ``blendrag eval``, which the entry point ``lab`` adds to the command line."""
+"""``blendrag adapt``, ``bench`` and ``eval``, which the entry point ``lab`` adds to the command line."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ _RAW_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 def register(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
+    from blendrag_lab.distillation.adapt_command import adapt
     from blendrag_lab.evaluation.command import evaluate
 
+    app.command()(adapt)
     app.command("eval")(evaluate)
     app.command(add_help_option=False, context_settings=_RAW_ARGUMENTS)(bench)
 

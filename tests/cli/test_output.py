@@ -196,7 +196,9 @@ def test_time_left_is_estimated_after_the_first_step(
 
 
 @pytest.mark.parametrize(
-    "command", [["bench", "ttft", "--rounds", "1"], ["eval", "-h"]], ids=lambda typed: typed[0]
+    "command",
+    [["adapt", "--out", "w"], ["bench", "ttft", "--rounds", "1"], ["eval", "-h"]],
+    ids=lambda typed: typed[0],
 )
 def test_without_the_lab_its_commands_say_how_to_install_it(
     command: list[str], monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,6 @@ import typer
 
 from blendrag import __version__
 from blendrag.cli import options, output
-from blendrag.cli.adapt import adapt
 from blendrag.cli.ask import ask, chat
 from blendrag.cli.cache import app as cache_commands
 from blendrag.cli.calibrate import calibrate
@@ -187,7 +186,7 @@ def _print_decode_weights(weights: dict[str, DecodeAgreement | str]) -> None:
             )
 
 
-for command in (ingest, remove, search, ask, chat, serve, verify, demo, calibrate, adapt, profile):
+for command in (ingest, remove, search, ask, chat, serve, verify, demo, calibrate, profile):
     app.command(cls=AskingCommand if command in (search, ask, chat) else NamingCommand)(command)
 app.command("list")(list_documents)
 app.add_typer(schema_commands)

@@ -16,7 +16,7 @@ from blendrag.cli.lifecycle import reporting
 from blendrag.errors import InvalidInputError
 
 #: Commands of blendrag-lab.
-LAB_COMMANDS = ("bench", "eval")
+LAB_COMMANDS = ("adapt", "bench", "eval")
 #: A command that is not installed ignores its arguments.
 _ANY_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True}
 

@@ -11,9 +11,6 @@ from blendrag.config import DEFAULT_EMBEDDER, settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.embedder import Embedder, check_embedder, embedder_of
 from blendrag.corpus.retriever import Retriever
-from blendrag.distillation.adapt import TrainingCorpus
-from blendrag.distillation.material import Group, documents_as_groups, with_nearest
-from blendrag.distillation.questions import read_questions
 from blendrag.engine.rendering import prefix_token_ids
 from blendrag.errors import InvalidInputError, UnreadableDocumentError
 from blendrag.model.tokens import Tokens
@@ -21,6 +18,9 @@ from blendrag.text.chunking import Chunker
 from blendrag.text.inputs import scan_inputs
 from blendrag.text.limited_reading import read_documents
 from blendrag.wording import quoted
+from blendrag_lab.distillation.adapt import TrainingCorpus
+from blendrag_lab.distillation.material import Group, documents_as_groups, with_nearest
+from blendrag_lab.distillation.questions import read_questions
 
 #: Nearest passages among which that of a question is looked for.
 NEAREST = 3

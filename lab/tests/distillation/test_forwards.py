@@ -10,16 +10,23 @@ import pytest
 import torch
 
 import tiny
-from blendrag.distillation.forwards import Forwards, Target, _deviation
-from blendrag.distillation.prompts import ChunkPrompt, chunk_prompt
-from blendrag.distillation.trainer import _loss_of
-from blendrag.distillation.writer import TrainedWriter
 from blendrag.engine.rendering import prefix_token_ids
 from blendrag.fusor import BlendRequest, Fusor
 from blendrag.fusor.loader import HeldKV, LoadedSpan
 from blendrag.fusor.selection import Blending
 from blendrag.model import ModelAdapter
-from distillation.tiny_material import ANSWER_TOKENS, forwards, passage, prompt, randomised, small
+from blendrag_lab.distillation.forwards import Forwards, Target, _deviation
+from blendrag_lab.distillation.prompts import ChunkPrompt, chunk_prompt
+from blendrag_lab.distillation.trainer import _loss_of
+from blendrag_lab.distillation.writer import TrainedWriter
+from lab.tests.distillation.tiny_material import (
+    ANSWER_TOKENS,
+    forwards,
+    passage,
+    prompt,
+    randomised,
+    small,
+)
 
 #: One and several types of layers, windows shorter than a prompt, latent KV.
 FAMILIES = ("llama", "qwen2", "gemma3_text", "minicpm3")

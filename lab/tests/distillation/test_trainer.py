@@ -8,7 +8,6 @@ import random
 import signal
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,12 @@ from safetensors.torch import load_file
 
 import tiny
 import writers
-from blendrag.distillation import AdaptReport, Progress, Score, adapt
-from blendrag.distillation.adapt import TrainingCorpus, held_out_prompts
-from blendrag.distillation.forwards import Forwards
-from blendrag.distillation.material import (
+from blendrag.errors import InvalidInputError, ModelError
+from blendrag.model.writer import FittedWriter, Writer
+from blendrag.text.chunking import Chunker
+from blendrag_lab.distillation.adapt import TrainingCorpus, adapt, held_out_prompts
+from blendrag_lab.distillation.forwards import Forwards
+from blendrag_lab.distillation.material import (
     Asked,
     Group,
     Material,
@@ -29,22 +30,22 @@ from blendrag.distillation.material import (
     split,
     with_questions,
 )
-from blendrag.distillation.memory import SHARE, needs_of
-from blendrag.distillation.memory import _kept_bytes as kept_bytes
-from blendrag.distillation.plot import write_plot
-from blendrag.distillation.questions import cleaned_question, read_questions
-from blendrag.distillation.trainer import (
+from blendrag_lab.distillation.memory import SHARE, needs_of
+from blendrag_lab.distillation.memory import _kept_bytes as kept_bytes
+from blendrag_lab.distillation.plot import write_plot
+from blendrag_lab.distillation.questions import cleaned_question, read_questions
+from blendrag_lab.distillation.report import AdaptReport
+from blendrag_lab.distillation.trainer import (
     CHECKPOINT,
     MAX_SKIPPED,
     Ending,
     HeldOut,
+    Progress,
+    Score,
     Trainer,
 )
-from blendrag.distillation.writer import TrainedWriter
-from blendrag.errors import InvalidInputError, ModelError
-from blendrag.model.writer import FittedWriter, Writer
-from blendrag.text.chunking import Chunker
-from distillation.tiny_material import (
+from blendrag_lab.distillation.writer import TrainedWriter
+from lab.tests.distillation.tiny_material import (
     corpus,
     forwards,
     passage,
@@ -189,7 +190,8 @@ def test_ctrl_c_while_weights_change_takes_effect_after_the_step(
             adapt(adapter, corpus(adapter), recipe(), tmp_path)
     finally:
         signal.signal(signal.SIGINT, before)
-    again, said = small(), []
+    again = small()
+    said: list[str] = []
     adapt(again, corpus(again), recipe(), tmp_path, note=said.append)
     assert "going on after step 3 of 4" in said
     expected, found = weights(whole[1]), weights(tmp_path)
@@ -435,7 +437,7 @@ def test_questions_that_are_finished_survive_an_interruption(
             asked.append(text)
             yield text, f"What of {text[:30]}?"
 
-    monkeypatch.setattr(import_module("blendrag.distillation.adapt"), "ask_model", ask)
+    monkeypatch.setattr("blendrag_lab.distillation.adapt.ask_model", ask)
     adapter = small()
     few = recipe(steps=8)
     with pytest.raises(KeyboardInterrupt):
@@ -498,7 +500,7 @@ def test_training_goes_on_from_a_writer_that_changes_the_whole_last_layer(tmp_pa
 )
 def test_writer_that_does_not_fit_is_no_beginning(tmp_path: Path, changes: dict[str, int]) -> None:
     start = Writer.load(writers.writer(small().model, tmp_path / "first"))
-    other = small(**changes)
+    other = small("llama", **changes)
     with pytest.raises(InvalidInputError, match=r"does not fit .*other names or shapes"):
         adapt(other, corpus(other), recipe(), tmp_path / "second", start=start)
     assert not hasattr(other.model, "peft_config")
@@ -536,7 +538,7 @@ def test_model_that_cannot_be_blended_is_refused(tmp_path: Path) -> None:
 def test_too_little_memory_is_refused_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("blendrag.distillation.memory.available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr("blendrag_lab.distillation.memory.available_bytes", lambda: 1 << 20)
     adapter = small()
     with pytest.raises(
         InvalidInputError, match=r"training takes at least .* 1.0 MiB are available"

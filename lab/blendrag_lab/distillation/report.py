@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from blendrag import __version__
-from blendrag.distillation.trainer import Ending, Progress, Recipe, Score
-from blendrag.distillation.writer import public_name
 from blendrag.store import regular_files
+from blendrag_lab.distillation.trainer import Ending, Progress, Recipe, Score
+from blendrag_lab.distillation.writer import public_name
 
 HEADER = ("", "questions", "mean KL", "median KL", "first token's KL", "agreement", "recovered")
 

@@ -7,14 +7,13 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from blendrag.distillation.report import AdaptReport
+    from blendrag_lab.distillation.report import AdaptReport
 
 #: Steps whose losses are averaged: a line of single steps is mostly noise.
 SMOOTHED = 8
 
 
 def write_plot(report: AdaptReport, path: Path) -> None:
-    """Needs matplotlib, of the extra ``plots``."""
     from matplotlib.figure import Figure
 
     progress, before = report.progress, report.before

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from blendrag.distillation.forwards import TEACHER_BATCH, Forwards
-from blendrag.distillation.material import Material
-from blendrag.distillation.trainer import Recipe
-from blendrag.distillation.writer import TrainedWriter
 from blendrag.errors import InvalidInputError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.machine import available_bytes
 from blendrag.store.durable import readable_size
+from blendrag_lab.distillation.forwards import TEACHER_BATCH, Forwards
+from blendrag_lab.distillation.material import Material
+from blendrag_lab.distillation.trainer import Recipe
+from blendrag_lab.distillation.writer import TrainedWriter
 
 #: Tokens of the two chunks whose activations are counted.
 COUNTED_TOKENS = 32, 64

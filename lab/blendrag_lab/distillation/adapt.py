@@ -22,13 +22,17 @@ from pathlib import Path
 
 import torch
 
-from blendrag.distillation.forwards import Forwards
-from blendrag.distillation.material import Group, Material, split, with_questions
-from blendrag.distillation.memory import needs_of
-from blendrag.distillation.prompts import ChunkPrompt
-from blendrag.distillation.questions import ask_model, question_in
-from blendrag.distillation.report import AdaptReport, write_card
-from blendrag.distillation.trainer import (
+from blendrag.errors import InvalidInputError, ModelError
+from blendrag.model.adapter import ModelAdapter
+from blendrag.model.writer import Writer
+from blendrag.store import regular_files
+from blendrag_lab.distillation.forwards import Forwards
+from blendrag_lab.distillation.material import Group, Material, split, with_questions
+from blendrag_lab.distillation.memory import needs_of
+from blendrag_lab.distillation.prompts import ChunkPrompt
+from blendrag_lab.distillation.questions import ask_model, question_in
+from blendrag_lab.distillation.report import AdaptReport, write_card
+from blendrag_lab.distillation.trainer import (
     CHECKPOINT,
     HeldOut,
     Progress,
@@ -36,11 +40,7 @@ from blendrag.distillation.trainer import (
     Score,
     Trainer,
 )
-from blendrag.distillation.writer import TrainedWriter
-from blendrag.errors import InvalidInputError, ModelError
-from blendrag.model.adapter import ModelAdapter
-from blendrag.model.writer import Writer
-from blendrag.store import regular_files
+from blendrag_lab.distillation.writer import TrainedWriter
 
 REPORT = "report.json"
 QUESTIONS = "questions.json"

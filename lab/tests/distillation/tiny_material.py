@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 import tiny
-from blendrag.distillation.adapt import TrainingCorpus
-from blendrag.distillation.forwards import Forwards
-from blendrag.distillation.material import Asked, Group
-from blendrag.distillation.prompts import ChunkPrompt, Passage, chunk_prompt
-from blendrag.distillation.trainer import Recipe
-from blendrag.distillation.writer import TrainedWriter
 from blendrag.engine.rendering import prefix_token_ids
 from blendrag.model import ModelAdapter
+from blendrag_lab.distillation.adapt import TrainingCorpus
+from blendrag_lab.distillation.forwards import Forwards
+from blendrag_lab.distillation.material import Asked, Group
+from blendrag_lab.distillation.prompts import ChunkPrompt, TrainingPassage, chunk_prompt
+from blendrag_lab.distillation.trainer import Recipe
+from blendrag_lab.distillation.writer import TrainedWriter
 
 TOWNS = [
     "Altmar",
@@ -31,9 +31,9 @@ TOWNS = [
 ANSWER_TOKENS = 5
 
 
-def passage(number: int, part: int = 0) -> Passage:
+def passage(number: int, part: int = 0) -> TrainingPassage:
     town = TOWNS[number % len(TOWNS)]
-    return Passage(
+    return TrainingPassage(
         f"The mill of {town} was built in {1800 + 7 * number + part} near the river, and its owner number "
         f"{part} moved the works to the harbour.",
         f"{town}.txt",

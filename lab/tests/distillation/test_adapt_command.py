@@ -10,8 +10,8 @@ import pytest
 
 import tiny
 from blendrag.cli.progress import StatusLine
-from blendrag.distillation.writer import public_name
-from cli.commands import invoke, printed, refused, save_model, write_documents
+from blendrag_lab.distillation.writer import public_name
+from cli.commands import ingest_args, invoke, printed, refused, save_model, write_documents
 
 FEW = ("--steps", "2", "--batch", "1", "--rank", "2", "--top-k", "3", "--chunk-tokens", "64")
 
@@ -54,7 +54,10 @@ def test_writer_of_documents_is_saved_with_its_report(
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_writer_of_a_store_learns_from_its_chunks(store: Path, tmp_path: Path) -> None:
+def test_writer_of_a_store_learns_from_its_chunks(plain_model: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    documents = write_documents(tmp_path / "docs")
+    assert invoke(*ingest_args(documents, plain_model, store)).exit_code == 0
     questions = tmp_path / "asked.txt"
     questions.write_text("What is the topic of document 1?\nWhere is the windmill of Place2x1?\n")
     words = refused("adapt", "--store", store, "--out", tmp_path / "w", *FEW[:6])

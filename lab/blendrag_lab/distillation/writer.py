@@ -9,6 +9,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from peft import LoraConfig, get_peft_model
+from peft.helpers import disable_input_dtype_casting
 from torch import nn
 
 from blendrag.errors import InvalidInputError, UnsupportedModelError
@@ -18,15 +20,6 @@ from blendrag.model.writer import Writer, layers_for_writers, mark_as_writer
 
 #: The factor of a LoRA's product is alpha / rank.
 ALPHA_PER_RANK = 2
-
-
-def require_peft() -> None:
-    try:
-        import peft  # noqa: F401
-    except ImportError as exc:
-        raise InvalidInputError(
-            "training a writer needs peft, which is not installed; pip install 'blendrag[lora]'"
-        ) from exc
 
 
 def public_name(model_id: str) -> str:
@@ -42,10 +35,6 @@ class TrainedWriter:
     """A new LoRA on the model of ``adapter``, active except within :meth:`stock`. Close it to remove it."""
 
     def __init__(self, adapter: ModelAdapter, rank: int, seed: int) -> None:
-        require_peft()
-        from peft import LoraConfig, get_peft_model
-        from peft.helpers import disable_input_dtype_casting
-
         adapter.require_fusing()
         if fingerprint.is_quantised(adapter.model):
             raise UnsupportedModelError(

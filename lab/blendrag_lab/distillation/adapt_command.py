@@ -16,7 +16,8 @@ from blendrag.config import absolute_model, settings
 from blendrag.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from blendrag.distillation import AdaptReport, Progress, Score
+    from blendrag_lab.distillation.report import AdaptReport
+    from blendrag_lab.distillation.trainer import Progress, Score
 
 #: A backward pass cannot be interrupted, and the checkpoint is written after it.
 GRACE_S = 120.0
@@ -70,15 +71,13 @@ def adapt(
     begin(verbose, "nothing was trained yet; repeat the command to go on")
     options.require_plot(plot)
     _require_folder(out)
-    from blendrag.distillation import Recipe
-    from blendrag.distillation import adapt as train
-    from blendrag.distillation.adapt import require_unfinished
-    from blendrag.distillation.sources import corpus_of
-    from blendrag.distillation.writer import require_peft
     from blendrag.model.loading import load_adapter
     from blendrag.model.writer import Writer
+    from blendrag_lab.distillation.adapt import adapt as train
+    from blendrag_lab.distillation.adapt import require_unfinished
+    from blendrag_lab.distillation.sources import corpus_of
+    from blendrag_lab.distillation.trainer import Recipe
 
-    require_peft()
     require_unfinished(out)
     begun = None if start is None else Writer.load(start)
     if begun is not None and rank not in (None, begun.rank):
@@ -130,7 +129,7 @@ def adapt(
     if report.progress.skipped:
         say("note", _skipped(report))
     if plot is not None:
-        from blendrag.distillation.plot import write_plot
+        from blendrag_lab.distillation.plot import write_plot
 
         write_plot(report, plot)
     if json:
@@ -160,7 +159,7 @@ def _skipped(report: AdaptReport) -> str:
 def _print(report: AdaptReport) -> None:
     from rich.table import Table
 
-    from blendrag.distillation.report import HEADER, rows_of
+    from blendrag_lab.distillation.report import HEADER, rows_of
 
     table = Table(box=None, pad_edge=False)
     for name in HEADER:

@@ -10,10 +10,10 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from blendrag.distillation.prompts import ChunkPrompt, Passage, chunk_prompt
 from blendrag.errors import InvalidInputError
 from blendrag.model.tokens import Tokens
 from blendrag.text.chunking import MIN_CHUNK_TOKENS, Chunker
+from blendrag_lab.distillation.prompts import ChunkPrompt, TrainingPassage, chunk_prompt
 
 #: The smallest corpus that can be trained on: groups to train on and to hold out, and chunks of a prompt.
 MIN_GROUPS, MIN_PROMPT_CHUNKS = 6, 2
@@ -39,7 +39,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Group:
-    passages: tuple[Passage, ...]
+    passages: tuple[TrainingPassage, ...]
     asked: tuple[Asked, ...] = ()
     task: str = ""
 
@@ -80,7 +80,7 @@ class Material:
 
     def _around(
         self, group: Group, main: Asked, number: int, rng: random.Random
-    ) -> list[tuple[Passage, list[str]]]:
+    ) -> list[tuple[TrainingPassage, list[str]]]:
         """Passages for a question, in random order, each with the questions about it."""
         own = list(range(len(group.passages)))
         rng.shuffle(own)
@@ -101,7 +101,7 @@ class Material:
             for of, n in picked
         ]
 
-    def _cut(self, passage: Passage, rng: random.Random) -> Passage:
+    def _cut(self, passage: TrainingPassage, rng: random.Random) -> TrainingPassage:
         parts = Chunker(self.tokens.text, max(MIN_CHUNK_TOKENS, self.chunk_tokens // 2)).split(
             passage.text
         )
@@ -198,7 +198,7 @@ def documents_as_groups(documents: Iterable[tuple[str, str, Sequence[str]]]) -> 
     for source, name, texts in documents:
         new = [text for text in dict.fromkeys(texts) if text not in seen]
         seen.update(new)
-        passages = [Passage(text, name, source) for text in new]
+        passages = [TrainingPassage(text, name, source) for text in new]
         for at in range(0, len(passages), GROUP_CHUNKS):
             groups.append(Group(tuple(passages[at : at + GROUP_CHUNKS])))
     return groups

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from blendrag.distillation.forwards import Deviation, Forwards, Target
-from blendrag.distillation.material import Material
-from blendrag.distillation.prompts import ChunkPrompt
-from blendrag.distillation.writer import TrainedWriter
 from blendrag.errors import InvalidInputError, ModelError
 from blendrag.store.durable import sync_directory, whole_file
+from blendrag_lab.distillation.forwards import Deviation, Forwards, Target
+from blendrag_lab.distillation.material import Material
+from blendrag_lab.distillation.prompts import ChunkPrompt
+from blendrag_lab.distillation.writer import TrainedWriter
 
 #: Weight of the tail's tokens before the answer in the loss.
 QUESTION_WEIGHT = 0.2

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
-from blendrag.distillation.prompts import ChunkPrompt
 from blendrag.model.adapter import ModelAdapter
 from blendrag.text.prompt import Segment
+from blendrag_lab.distillation.prompts import ChunkPrompt
 
 #: The group of tokens that every question's rows see, and that of padding, which none sees.
 SHARED, PADDING = -1, -2

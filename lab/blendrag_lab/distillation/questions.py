@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from blendrag.distillation.material import Asked, Group
-from blendrag.distillation.prompts import Passage
 from blendrag.errors import InvalidInputError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.calibrate import question_about
 from blendrag.store import regular_files
 from blendrag.text.chunking import Chunker
 from blendrag.wording import quoted
+from blendrag_lab.distillation.material import Asked, Group
+from blendrag_lab.distillation.prompts import TrainingPassage
 
 #: Size limit of a file of questions.
 MAX_BYTES = 1024 * regular_files.MIB
@@ -117,7 +117,7 @@ def read_questions(path: Path, chunker: Chunker) -> tuple[list[str], list[Group]
     if text.lstrip()[0] not in "[{":
         return [line.strip() for line in text.splitlines() if line.strip()], []
     alone: list[str] = []
-    groups: dict[tuple[Passage, ...], list[Asked]] = {}
+    groups: dict[tuple[TrainingPassage, ...], list[Asked]] = {}
     parts: dict[str, list[str]] = {}
     for number, record in enumerate(_records(text, path), 1):
         question, passages = _fields(record, f"record {number} of {path}")
@@ -126,7 +126,7 @@ def read_questions(path: Path, chunker: Chunker) -> tuple[list[str], list[Group]
                 parts[passage] = [chunk.text for chunk in chunker.split(passage)]
         texts = [text for passage in passages for text in parts[passage]]
         if texts:
-            given = tuple(Passage(text) for text in dict.fromkeys(texts))
+            given = tuple(TrainingPassage(text) for text in dict.fromkeys(texts))
             groups.setdefault(given, []).append(Asked(question))
         else:
             alone.append(question)

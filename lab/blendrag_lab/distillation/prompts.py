@@ -14,7 +14,7 @@ from blendrag.text.prompt import Segment, SegmentedPrompt, segment_prompt
 
 
 @dataclass(frozen=True)
-class Passage:
+class TrainingPassage:
     """The text of a chunk, and the name of its document, which prompts may cite."""
 
     text: str
@@ -52,7 +52,7 @@ class ChunkPrompt:
 
 
 def chunk_prompt(
-    tokens: Tokens, passages: Sequence[Passage], questions: Sequence[str], task: str = ""
+    tokens: Tokens, passages: Sequence[TrainingPassage], questions: Sequence[str], task: str = ""
 ) -> ChunkPrompt | None:
     """The prompts of ``ask`` for these questions; ``None`` if they hold no chunk that could be stored."""
     known = {chunk_id_of(canonical(each.text)): each for each in passages}
@@ -72,8 +72,8 @@ def chunk_prompt(
 
 def _segments(
     tokens: Tokens,
-    passages: Sequence[Passage],
-    known: Mapping[str, Passage],
+    passages: Sequence[TrainingPassage],
+    known: Mapping[str, TrainingPassage],
     chunk_ids: Mapping[str, tuple[int, ...]],
     question: str,
 ) -> SegmentedPrompt:
