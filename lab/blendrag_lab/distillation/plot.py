@@ -4,37 +4,36 @@ from __future__ import annotations
 
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from blendrag_lab.distillation.report import AdaptReport
+from blendrag_lab.distillation.report import AdaptReport
+from blendrag_lab.plots import COLOURS, LineStyle, Series, draw, panels, title, write_png
 
 #: Steps whose losses are averaged: a line of single steps is mostly noise.
 SMOOTHED = 8
+LOSS, AGREEMENT = LineStyle(COLOURS[0], " "), LineStyle(COLOURS[2], "o")
+MEAN, TYPICAL = LineStyle(COLOURS[1], "o"), LineStyle(COLOURS[4], "s", "--")
 
 
 def write_plot(report: AdaptReport, path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    progress, before = report.progress, report.before
-    figure = Figure(figsize=(9.6, 2.9), layout="constrained")
-    loss, kl, agreement = figure.subplots(1, 3)
-    found = [(n, each) for n, each in enumerate(progress.losses, 1) if each is not None]
+    figure, (loss, kl, agreement) = panels(3, legend=False)
+    found = [(n, each) for n, each in enumerate(report.progress.losses, 1) if each is not None]
     steps = [n for n, _ in found]
     losses = [each for _, each in found]
     smooth = [fmean(losses[max(0, n - SMOOTHED) : n]) for n in range(1, len(losses) + 1)]
-    loss.plot(steps, smooth, color="#0072B2")
-    loss.set_title(f"loss, mean of {SMOOTHED} steps")
-    taken = [(0, before), *((step, s) for step, s in progress.scores if s is not None)]
-    measured = [step for step, _ in taken]
-    scores = [score for _, score in taken]
-    kl.plot(measured, [s.mean_kl for s in scores], "o-", color="#D55E00", label="mean")
-    kl.plot(measured, [s.typical_kl for s in scores], "s--", color="#E69F00", label="typical")
-    kl.set_title("held-out KL, nats per token")
+    draw(loss, [Series("loss", LOSS, steps, smooth)])
+    title(loss, f"loss, mean of {SMOOTHED} steps")
+    scores = [(0, report.before), *((n, s) for n, s in report.progress.scores if s is not None)]
+    measured = [step for step, _ in scores]
+    lines = [
+        Series("mean", MEAN, measured, [score.mean_kl for _, score in scores]),
+        Series("typical", TYPICAL, measured, [score.typical_kl for _, score in scores]),
+    ]
+    draw(kl, lines)
+    title(kl, "held-out KL, nats per token")
     kl.legend(frameon=False)
-    agreement.plot(measured, [s.agreement for s in scores], "o-", color="#009E73")
-    agreement.set_title("held-out agreement")
+    agrees = [score.agreement for _, score in scores]
+    draw(agreement, [Series("agreement", AGREEMENT, measured, agrees)])
+    title(agreement, "held-out agreement")
     for axes in (loss, kl, agreement):
         axes.set_xlabel("step")
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=144, metadata={"Software": None})
+    write_png(figure, path)
