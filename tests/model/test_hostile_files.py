@@ -142,7 +142,7 @@ HOSTILE: dict[str, tuple[Spoil, str]] = {
         r"tokenizer\.json adds 100004 tokens",
     ),
     "a token's id": (
-        tokenizer(lambda t: t["model"]["vocab"].update(zzz=10**8)), "token of id 100000000, expected",
+        tokenizer(lambda t: t["model"]["vocab"].update(zzz=10**7)), "token of id 10000000, expected",
     ),
     "a text that doubles": (
         tokenizer(lambda t: t.update(normalizer={"type": "Sequence", "normalizers": [

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import Result
 
 import tiny
 from blendrag.cli.progress import StatusLine
@@ -27,22 +28,18 @@ def plain_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("plain"))
 
 
-def test_writer_of_documents_is_saved_with_its_report(
-    plain_model: Path, many_docs: Path, tmp_path: Path
-) -> None:
-    out, plot = tmp_path / "writer", tmp_path / "run.png"
-    result = invoke(
-        "adapt",
-        "--model",
-        plain_model,
-        "--documents",
-        many_docs,
-        "--out",
-        out,
-        *FEW,
-        "--plot",
-        plot,
-    )
+@pytest.fixture(scope="module")
+def written(
+    plain_model: Path, many_docs: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Result]:
+    """A writer of documents, in a directory with a plot, and what the command printed."""
+    out = tmp_path_factory.mktemp("written") / "writer"
+    given = ("--model", plain_model, "--documents", many_docs, "--out", out)
+    return out, invoke("adapt", *given, *FEW, "--plot", out.parent / "run.png")
+
+
+def test_writer_of_documents_is_saved_with_its_report(written: tuple[Path, Result]) -> None:
+    out, result = written
     assert result.exit_code == 0, result.stderr
     assert "note: training takes about " in result.stderr
     assert "with the writer" in result.stdout
@@ -51,7 +48,7 @@ def test_writer_of_documents_is_saved_with_its_report(
     assert report["steps"] == 2
     assert report["material"]["groups"] == 5  # the others are held out
     assert (out / "adapter_model.safetensors").exists()
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert (out.parent / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_writer_of_a_store_learns_from_its_chunks(plain_model: Path, tmp_path: Path) -> None:
@@ -150,10 +147,9 @@ def test_model_that_cannot_be_blended_is_refused(many_docs: Path, tmp_path: Path
 
 
 def test_what_is_saved_names_no_path_of_this_machine(
-    plain_model: Path, many_docs: Path, tmp_path: Path
+    plain_model: Path, written: tuple[Path, Result]
 ) -> None:
-    out = tmp_path / "writer"
-    assert printed("adapt", "--model", plain_model, "--documents", many_docs, "--out", out, *FEW)
+    out, _ = written
     texts = [p.read_text() for p in out.iterdir() if p.suffix != ".safetensors"]
     assert not any(str(plain_model.parent) in text for text in texts)
     words = refused("adapt", "--model", plain_model, "--from", out, "--rank", "8")
