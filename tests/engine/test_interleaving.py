@@ -23,7 +23,7 @@ from blendrag.serving.coroutine import Coroutine
 
 pytestmark = pytest.mark.timeout(120)
 LAYERS = tiny.COMMON["num_hidden_layers"]
-LONG = Options(max_new_tokens=40, ratio=0.2)
+LONG = Options(max_new_tokens=24, ratio=0.2)
 
 
 @pytest.fixture(scope="module")
