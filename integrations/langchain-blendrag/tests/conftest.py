@@ -56,6 +56,11 @@ def seen() -> Seen:
     return Seen()
 
 
+@pytest.fixture
+def vcr() -> None:
+    """Of pytest-recording, which records requests: an engine sends none."""
+
+
 JOKE = {"setup": "Why did the cat sit?", "punchline": "It could."}
 #: Arguments that the scripted model gives each tool.
 ARGUMENTS: dict[str, dict[str, Any]] = {
