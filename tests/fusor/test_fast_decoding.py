@@ -123,6 +123,33 @@ def test_threads_that_have_no_head_of_their_own_share_the_tokens_of_one(
     assert [each for each in seen if each[0] > 1] == [(parts, 8)] * (parts > 1)
 
 
+@pytest.mark.parametrize(("tokens", "multiplies"), [(63, False), (64, True)])
+def test_a_token_behind_many_is_attended_by_two_products(
+    tokens: int, multiplies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As exactly as by torch's kernel, also if logits are far larger than their differences."""
+    monkeypatch.setattr(attention, "has_amx", lambda: False)
+    monkeypatch.setattr(attention.compat, "cpu_multiplies_fast", lambda dtype: True)
+    monkeypatch.setattr(attention, "PRODUCT_TOKENS", 64)
+    generator = torch.Generator().manual_seed(5)
+    query, keys, values = (
+        torch.randn(1, heads, count, 16, generator=generator)
+        for heads, count in ((6, 1), (2, tokens + 5), (2, tokens + 5))
+    )
+    query[..., 0], keys[..., 0] = 20, 10  # logits of about 50
+    query, key, value = (
+        each.bfloat16() for each in (query, keys[:, :, :tokens], values[:, :, :tokens])
+    )
+    with tiny.counted(F, "scaled_dot_product_attention") as calls:
+        out = attention.attend_token(query, key, value, None)
+    assert (not calls) is multiplies
+    exact = F.scaled_dot_product_attention(
+        query.double(), key.double(), value.double(), enable_gqa=True
+    ).transpose(1, 2)
+    assert out.shape == exact.shape
+    assert (out - exact).norm() <= 0.005 * exact.norm()
+
+
 @pytest.mark.parametrize("name", ["attention_mask", "position_bias"])
 def test_what_differs_by_head_is_left_to_transformers(name: str) -> None:
     query, key, by_head = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 4, 1, 9)
