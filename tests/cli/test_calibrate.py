@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from blendrag.cli.progress import StatusLine
-from cli.commands import ask, ingest_args, invoke, refused
+from cli.commands import ask, invoke, refused
 
 FEW = ("--samples", "10", "--top-k", "3", "--ratio", "0.2")
 
@@ -51,16 +51,6 @@ def test_an_interrupted_calibration_says_what_was_used(
     assert result.exit_code == 130
     assert "the prompts measured so far were used" in result.stderr.splitlines()[-1]
     assert len(json.loads(result.stdout)["rows"]) == 1
-
-
-def test_ingest_offers_to_calibrate(
-    model_dir: Path, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("blendrag.engine.calibration.DEEP_LAYERS", 3)
-    for name, more, offers in (("a", (), True), ("a", (), False), ("b", ("--json",), False)):
-        result = invoke(*ingest_args(docs, model_dir, tmp_path / name, *more))
-        assert result.exit_code == 0, result.stderr
-        assert ("note: blendrag calibrate would" in result.stderr) == offers
 
 
 @pytest.mark.parametrize(
