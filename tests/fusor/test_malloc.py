@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import platform
 import subprocess
@@ -11,14 +12,17 @@ import pytest
 
 import tiny
 from blendrag.fusor import Fusor
+from blendrag.fusor.fusor import LARGEST_LESSON, keep_freed_blocks
 
-#: Activations of a few layers: some blocks live at once, all of them freed.
-SCRIPT = """
+#: Activations of a few layers: some blocks live at once, all of them freed. The function stands for its
+#: module, which imports transformers.
+SCRIPT = f"""
 import ctypes
 import resource
 import torch
 ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: one fault per page
-from blendrag.fusor.fusor import keep_freed_blocks
+LARGEST_LESSON = {LARGEST_LESSON}
+{inspect.getsource(keep_freed_blocks)}
 keep_freed_blocks()
 def layer():
     blocks = [torch.ones(5 << 20, dtype=torch.uint8) for _ in range(5)]
