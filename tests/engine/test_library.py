@@ -445,7 +445,7 @@ def test_closing_ends_additions_in_the_background_after_the_entries_that_are_add
     with ThreadPoolExecutor(1) as pool:
         closing = pool.submit(engine.close)
         while not engine.closed:
-            pass
+            time.sleep(0.001)
         go_on.set()
         closing.result(BLOCKED_S)
     assert "4 entries were not added in the background; add them again" in caplog.text
@@ -495,7 +495,7 @@ def test_what_waits_to_be_added_is_deleted_too(library: Library, how: str) -> No
     with ThreadPoolExecutor(1) as pool:
         deleting = pool.submit(delete)
         while library.additions.progress.total == 5:  # id0 and id1 are being added
-            pass
+            time.sleep(0.001)
         go_on.set()
         deleted = deleting.result(BLOCKED_S)
     assert library.additions.wait(BLOCKED_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,7 @@ def test_a_waiting_thread_gets_the_models_lock_next(adapter):
         other.start()
         waiting.wait(60)
         while not lock._door.locked():
-            pass
+            time.sleep(0.001)
     for _ in range(3):
         with lock, lock:
             turns.append("this")

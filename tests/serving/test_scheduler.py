@@ -8,6 +8,7 @@ import os
 import random
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -548,7 +549,7 @@ def test_closing_finishes_what_waits_and_drops_background_calls(threaded, order)
         threaded.submit(noted(order, "a"), request)
         closing = pool.submit(threaded.close)
         while not dropped.future.cancelled():
-            pass
+            time.sleep(0.001)
     closing.result(BLOCKED_S)
     assert order == ["a"]
     assert request.future.done()

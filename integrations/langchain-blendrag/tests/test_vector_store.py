@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -102,7 +103,7 @@ def test_what_went_wrong_in_the_background_is_raised_once_by_the_next_call(
     GATE.set()
     ids = gated.add_documents(documents(CATS, "It fails.", FOXES), batch_size=1, wait=False)
     while any(each.name == "blendrag-additions" for each in threading.enumerate()):
-        pass
+        time.sleep(0.01)
     calls = {
         "wait": gated.wait,
         "delete": lambda: gated.delete(ids),
