@@ -41,9 +41,12 @@ def table() -> Any:
 
 
 @pytest.fixture(scope="module")
-def demo(table: Any) -> Iterator[BlendEngine]:
-    """The embedded model over all of its corpus; the examples share the model."""
-    with table.demo_engine(table.CHUNK_TOKENS) as engine:
+def demo(table: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[BlendEngine]:
+    """The embedded model over some of its corpus; the examples share the model."""
+    with (
+        few_documents(tmp_path_factory.mktemp("corpus")) as documents,
+        table.demo_engine(table.CHUNK_TOKENS, [documents]) as engine,
+    ):
         yield engine
 
 
@@ -118,7 +121,7 @@ def test_without_blending_nothing_is_counted_as_reused(table: Any, demo: BlendEn
 
 def test_escaped_texts_are_reused_between_escapes_and_noted(table: Any, demo: BlendEngine) -> None:
     share, note = measured(table, demo, "simple_summarize")
-    assert 0.9 < share < 1
+    assert 0.8 < share < 1
     assert "escaped" in note
 
 
