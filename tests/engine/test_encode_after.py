@@ -371,7 +371,7 @@ def test_kv_with_and_without_is_kept_apart(root: Path) -> None:
         metrics = engine.generate(tiny.prompt(engine, *NUMBERS)).metrics
         engine.drain()
         assert metrics.reused_tokens == 0
-        assert any("encode_after 0, not 1); give encode_after 1" in note for note in metrics.notes)
+        assert any("encode_after 0, not 1); load it as then" in note for note in metrics.notes)
         alone, reused = ask(engine, mode="reuse")
         assert reused > 0
     with tiny.engine(tiny.shared_llama(), root) as engine:
