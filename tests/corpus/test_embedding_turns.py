@@ -107,6 +107,17 @@ def test_a_batch_runs_between_two_layers_of_the_model(turns, pool) -> None:
     turns.rest()
 
 
+def test_a_batch_runs_between_calls_of_one_step_that_follow_each_other(turns, pool) -> None:
+    callers = Callers(turns, pool)
+    turns.before_step()
+    callers.queue("question", is_short=True)
+    turns.rest()
+    turns.before_step()
+    ran = [*callers.ran]
+    turns.rest()
+    assert ran == ["question"]
+
+
 def test_the_model_gets_five_times_the_time_of_long_calls(turns, pool, clock) -> None:
     def batch() -> None:
         with turns.turn(is_short=False):

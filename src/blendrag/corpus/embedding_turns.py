@@ -138,14 +138,13 @@ class EmbeddingTurns:
     def before_step(self) -> None:
         """Called before each layer or token: let a batch run if one is due, and wait until it has."""
         self.stepped_at = self._clock()
-        is_new = self._model_thread is None
-        if not is_new and not self._waiting and self._running is None:
+        if self._model_thread is not None and not self._waiting and self._running is None:
             return
         with self._changed:
             self._model_thread = threading.get_ident()
             if self._running is not None:
                 self._wait_for(self._running)
-            elif not is_new:
+            else:  # also of a call that has just begun: short ones would follow each other without a gap
                 due = tuple(kind for kind, at in self._due_at.items() if at <= self.stepped_at)
                 self._admitted = self._next(due)
                 if self._admitted is not None:
