@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 
 import torch
@@ -52,7 +52,10 @@ class DecodeWeightsChoice:
         self._decodes_jointly = decodes_jointly
         self._chosen: DecodeWeights | None = None
         self._is_settled = wanted == NATIVE
-        self._measurement: AgreementMeasurement | None = None
+        self._pieces: Iterator[None] | None = None
+        """What is left of the measurement."""
+        self._share = 0.0
+        """How much of the tokens is measured."""
         self.is_measurable = False
         """Whether :meth:`measure` would find out whether packed weights may be used."""
         self.note = ""
@@ -68,7 +71,7 @@ class DecodeWeightsChoice:
             return self._chosen
 
     def _settle(self) -> None:
-        self._chosen, self._measurement, self.note = None, None, ""
+        self._chosen, self._pieces, self._share, self.note = None, None, 0.0, ""
         is_auto = self._wanted == AUTO
         name, why, self.is_measurable = self._known()
         if not self.is_measurable:
@@ -137,7 +140,7 @@ class DecodeWeightsChoice:
         )
         try:
             while self.is_measurable:
-                watch(self._measurement.share if self._measurement is not None else 0.0)
+                watch(self._share)
                 computed(self.measure)
         finally:
             if not self.is_measurable:
@@ -154,35 +157,39 @@ class DecodeWeightsChoice:
         log_step(log, "%s decodes with %s%s", model, weights, f": {why}" * bool(why))
 
     def measure(self) -> None:
-        """Measure the next piece: the first one makes the copies, the last one chooses the weights."""
+        """Measure the next piece: the first ones make the copies, the last ones choose the weights."""
         with self._adapter.lock:
-            if self.is_measurable:
-                self._measure()
-
-    def _measure(self) -> None:
-        adapter = self._adapter
-        if self._measurement is None:
-            made = _made(adapter, AUTOMATIC)
-            if isinstance(made, DecodeWeights):
-                self._measurement = AgreementMeasurement(adapter, made)
-            else:
+            if not self.is_measurable:
+                return
+            pieces, self._pieces = self._pieces or self._measured(), None  # again if interrupted
+            try:
+                next(pieces)
+                self._pieces = pieces
+            except StopIteration:
                 self.is_measurable = False
-                log.info("%s decodes with its own weights: %s", adapter.model_id, made)
+
+    def _measured(self) -> Iterator[None]:
+        """The measurement. Requests may run wherever it yields."""
+        adapter = self._adapter
+        weights = yield from _making(adapter, AUTOMATIC)
+        if isinstance(weights, str):
+            log.info("%s decodes with its own weights: %s", adapter.model_id, weights)
             return
-        weights = self._measurement.weights
-        if not weights.are_current:
-            self._is_settled, self._measurement, self.is_measurable = False, None, False
-            return
-        try:
-            found = self._measurement.step()
-        except Exception as exc:  # a model that decodes otherwise than generate lets it
-            log.warning("decode weights cannot be measured, so the model's own are used: %s", exc)
-            self._measurement, self.is_measurable = None, False
-            return
-        if found is None:
-            return
+        measurement, found = AgreementMeasurement(adapter, weights), None
+        while found is None:
+            yield
+            if not weights.are_current:
+                self._is_settled = False
+                return
+            try:
+                found = measurement.step()
+            except Exception as exc:  # a model that decodes otherwise than generate lets it
+                log.warning(
+                    "decode weights cannot be measured, so the model's own are used: %s", exc
+                )
+                return
+            self._share = measurement.share
         measurements.remember(_key(adapter, AUTOMATIC), found)
-        self._measurement, self.is_measurable = None, False
         log.info(
             "%s chooses the same token with %s weights in %.1f%% of %d steps, KL %.4f",
             *(adapter.model_id, AUTOMATIC, 100 * found.share, found.tokens, found.kl),
@@ -190,9 +197,9 @@ class DecodeWeightsChoice:
         self._chosen = weights if found.suffices else None
         if not found.suffices:
             forget(adapter, AUTOMATIC)
-        del weights  # their memory may be needed for other copies
+        del weights, measurement  # their memory may be needed for other copies
         if _sufficient(found) == HEAD:
-            made = _made(adapter, HEAD)
+            made = yield from _making(adapter, HEAD)
             self._chosen = made if isinstance(made, DecodeWeights) else None
 
 
@@ -271,10 +278,21 @@ def _no_room(adapter: ModelAdapter, name: str) -> str:
 
 def _made(adapter: ModelAdapter, name: str) -> DecodeWeights | str:
     """The model's copies of that name, or why it keeps its own weights."""
+    making = _making(adapter, name)
+    while True:
+        try:
+            next(making)
+        except StopIteration as end:
+            made: DecodeWeights | str = end.value
+            return made
+
+
+def _making(adapter: ModelAdapter, name: str) -> Generator[None, None, DecodeWeights | str]:
+    """:func:`_made` in pieces."""
     began = time.perf_counter()
     try:
         made = DecodeWeights(adapter.model, name, packed_weights(adapter, name))
-        is_steady = _limit_rows(made)
+        is_steady = yield from _limit_rows(made)
     except Exception as exc:  # memory ran out, or a layer is unlike others of its class
         log.warning("%s weights of %s cannot be made: %s", name, adapter.model_id, exc)
         return f"they cannot be made: {condensed(str(exc))}"
@@ -293,8 +311,9 @@ def _made(adapter: ModelAdapter, name: str) -> DecodeWeights | str:
 # -- rows for which copies are faster -------------------------------------------------------------
 
 
-def _limit_rows(weights: DecodeWeights) -> bool:
-    """Give each layer the most rows for which its copy is faster, and forget copies that never are.
+def _limit_rows(weights: DecodeWeights) -> Generator[None, None, bool]:
+    """Give each layer the most rows for which its copy is faster, and forget copies that never are. Each
+    shape of layers is a piece.
 
     Returns whether all numbers of rows are certain; others are measured again by the next process.
     """
@@ -307,6 +326,7 @@ def _limit_rows(weights: DecodeWeights) -> bool:
         key = f"decode rows {ROWS_VERSION}, {shape}, {_machine()}"
         rows = measurements.recall(key, int)
         if rows is None:
+            yield
             found = packing.most_rows([weights.layers[name] for name in names])
             rows = found.most
             if found.is_steady:
