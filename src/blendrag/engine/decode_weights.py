@@ -167,6 +167,9 @@ class DecodeWeightsChoice:
                 self._pieces = pieces
             except StopIteration:
                 self.is_measurable = False
+            except BaseException:
+                self.is_measurable = self._share < 1.0  # else the result was kept
+                raise
 
     def _measured(self) -> Iterator[None]:
         """The measurement. Requests may run wherever it yields."""
@@ -313,11 +316,11 @@ def _making(adapter: ModelAdapter, name: str) -> Generator[None, None, DecodeWei
 
 def _limit_rows(weights: DecodeWeights) -> Generator[None, None, bool]:
     """Give each layer the most rows for which its copy is faster, and forget copies that never are. Each
-    shape of layers is a piece.
+    shape of layers is timed in a piece of its own. Weights that changed meanwhile stay so.
 
     Returns whether all numbers of rows are certain; others are measured again by the next process.
     """
-    is_steady = True
+    is_steady, most = True, dict[str, int]()
     by_shape: dict[tuple[str, tuple[int, ...], int, bool], list[str]] = defaultdict(list)
     for name, each in weights.layers.items():
         outputs = tuple(layer.out_features for layer in each.layers)
@@ -334,7 +337,10 @@ def _limit_rows(weights: DecodeWeights) -> Generator[None, None, bool]:
             else:
                 is_steady = False
                 log.info("times of %s weights vary, so they are measured again later", shape)
-        weights.limit_rows(names, rows)
+        most |= dict.fromkeys(names, rows)
+    if weights.are_current:
+        for rows in {*most.values()}:
+            weights.limit_rows([name for name in most if most[name] == rows], rows)
     return is_steady
 
 
