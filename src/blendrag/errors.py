@@ -116,10 +116,12 @@ class ContextOverflowError(InvalidInputError):
         self.context_tokens = context_tokens
         self.over_tokens = prompt_tokens + max_new_tokens - context_tokens
         by = f" ({option})" if option else ""
+        is_cut = max_new_tokens == 1  # answers are cut to the room that there is
+        new = "one new token" if is_cut else f"{max_new_tokens} new tokens"
+        remedy = f"retrieve fewer chunks{by}{'' if is_cut else ' or ask for fewer new tokens'}"
         super().__init__(
-            f"prompt of {prompt_tokens} tokens plus {max_new_tokens} new tokens is "
-            f"{self.over_tokens} over the model's context of {context_tokens}; "
-            f"shorten the question, retrieve fewer chunks{by} or ask for fewer new tokens"
+            f"prompt of {prompt_tokens} tokens plus {new} is {self.over_tokens} over the model's context "
+            f"of {context_tokens}; shorten the question{' or' if is_cut else ','} {remedy}"
         )
 
     def by(self, option: str) -> ContextOverflowError:

@@ -53,6 +53,8 @@ def test_one_kind_or_all_known_ones_are_removed(folder: Path) -> None:
 
 
 def test_removal_asks_first(folder: Path) -> None:
+    wrong = invoke("cache", "clear", "--only", "run").stderr
+    assert "'--only': 'run' must be one of verdicts, decode-weights, gguf, runs\n" in wrong
     unasked = invoke("cache", "clear", "--only", "runs")
     assert unasked.exit_code == 2
     assert f"removing runs, 50 bytes, of {folder} needs confirmation" in unasked.stderr

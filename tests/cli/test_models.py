@@ -89,6 +89,11 @@ def test_models_of_a_directory_are_listed_by_their_paths(tmp_path: Path) -> None
     (folder / "config.json").write_text("[")
     expected = [str(folder / name) for name in ("c.gguf", "a", "more/b")]
     assert names("--model", "--folder", folder)[-3:] == expected
+    (tmp_path / "texts").mkdir()
+    assert (
+        f"note: no model in --folder {tmp_path}/texts: "
+        in invoke("models", "--folder", tmp_path / "texts").stderr
+    )
     said = refused("models", "--folder", tmp_path / "none")
     assert said.endswith("/none is no directory, expected one that has models in it")
 

@@ -209,6 +209,7 @@ def test_a_text_that_is_no_condition_is_refused(text: str) -> None:
     [
         ("yaer=3", "names the field 'yaer', which no document has; did you mean year"),
         ("colour!=red", "which no document has; expected one of year, .*file_name"),
+        ("draft~true", "but it holds truth values; compare it otherwise than with ~, which is for"),
         ("draft=maybe", "the field 'draft' with 'maybe', but it holds truth values"),
         ("tags>3", None),  # tags has texts, to which 3 is compared as one
         ('{"type": "gt", "key": "author", "value": 3}', "'author' with 3, but it holds texts"),

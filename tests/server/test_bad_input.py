@@ -141,7 +141,12 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
             "n",
             "send 2 requests",
         ),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, None, "support tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "support tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+            "tools",
+            "support tools",
+        ),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
         ({"blendrag": {"ratio": 2}}, "blendrag.ratio", "blendrag.ratio 2 must be a number in [0, 1]"),
         ({"blendrag": {"ration": 1}}, "blendrag.ration", "; did you mean blendrag.ratio"),
@@ -290,6 +295,16 @@ def test_of_a_prompt_far_over_the_context_only_the_beginning_is_tokenised(
     assert error["code"] == "context_length_exceeded"
     assert "context is 4096 tokens; the prompt has more than" in error["message"]
     assert max(lengths) == 16 * 4096
+
+
+def test_a_prompt_that_leaves_no_room_is_not_told_to_ask_for_a_shorter_answer(
+    client: httpx.Client,
+) -> None:
+    body = {"prompt": "word " * 4200, "max_tokens": 50}  # the answer would be cut to the room
+    error = refused(client.post("/v1/completions", json=body), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "which leaves no room for an answer; shorten it" in error["message"]
+    assert "max_tokens" not in error["message"]
 
 
 @pytest.mark.parametrize("path", ["/", "/health"])

@@ -187,9 +187,10 @@ def opening_for(
         return ""
     form = call_form(tokens, template)
     if form is None:
-        raise InvalidInputError(
-            "this model's chat template does not show how a tool call begins, so none can be forced; "
-            "leave tool_choice out and let the model choose"
+        raise InvalidOptionError(
+            "tool_choice",
+            "forces a call, but this model's chat template does not show how a tool call begins; leave it "
+            "out and let the model choose",
         )
     if choice == "any" and len(tools) == 1:
         (choice,) = tool_names(tools)

@@ -71,7 +71,7 @@ def list_cache(json: options.Json = False, verbose: options.Verbose = False) -> 
 @reporting
 def clear(
     only: Annotated[
-        Kind | None, options.optional("Only this kind. [default: all but other]")
+        Kind | None, options.one_of("Only this kind. [default: all but other]", Kind)
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Skip confirmation.")] = False,
     json: options.Json = False,

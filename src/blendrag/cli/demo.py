@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-import typer
-
 from blendrag.cli import options, output
 from blendrag.cli.lifecycle import DONE, begin, reporting
 from blendrag.cli.progress import StatusLine
@@ -19,7 +17,9 @@ DemoModel = Literal["smollm2", "embedded"]
 def demo(
     model: Annotated[
         DemoModel | None,
-        typer.Option(help="The model. [default: smollm2 if it is installed, else embedded]"),
+        options.one_of(
+            "The model. [default: smollm2 if it is installed, else embedded]", DemoModel
+        ),
     ] = None,
     store: options.Store = None,
     json: options.Json = False,

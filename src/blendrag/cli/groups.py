@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import shlex
 import sys
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, get_args
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
@@ -160,10 +160,7 @@ def name_values(commands: typer.Typer) -> None:
 
 
 def _value_name(kind: Any, otherwise: str) -> str | None:
-    choices = [get_args(part) for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
     names = str(kind)
-    if choices:
-        return "|".join(choices[0])
     if "Path" in names:
         return "PATH"
     if "str" in names:

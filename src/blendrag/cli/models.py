@@ -53,7 +53,10 @@ def list_models(
     in_cache, cache = local_models.cached()
     found = [*local_models.shipped(), *in_cache]
     for each in folder or ():
-        found += local_models.below(each)
+        below = local_models.below(each)
+        if not below:
+            say("note", f"no model in --folder {each}: no config.json of one, and no GGUF file")
+        found += below
     if json:
         print_json({"hub_cache": str(cache), "models": [asdict(each) for each in found]})
         return DONE

@@ -132,6 +132,13 @@ def size(text: str, *names: str) -> Any:
     return optional(text, *names, parser=_parser(option.size("", "", "")), metavar="SIZE")
 
 
+def one_of(text: str, kind: Any) -> Any:
+    """An option that takes one of the texts of a ``Literal``."""
+    values = get_args(kind)
+    parser = _parser(option.one_of("", "", "", values))
+    return optional(text, parser=parser, metavar="|".join(values))
+
+
 def _parser(made: Option) -> Callable[[str], Any]:
     def parse(text: object) -> Any:
         try:

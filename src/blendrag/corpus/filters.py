@@ -43,7 +43,8 @@ FieldValue = str | int | float | bool
 
 #: Comparisons, and how a text spells those that it can.
 _SPELLED = {"eq": "=", "gt": ">", "gte": ">=", "lt": "<", "lte": "<=", "icontains": "~"}
-_OF_TEXTS = ("glob", "icontains")
+#: Comparisons of texts alone.
+OF_TEXTS = ("glob", "icontains")
 ORDERED = ("gt", "gte", "lt", "lte")
 #: Comparisons that deny another.
 _DENIED = {"ne": "eq", "nin": "in"}
@@ -128,9 +129,12 @@ class Comparison(Filter):
     def __str__(self) -> str:
         values = " or ".join(quoted(value, 40) for value in self.values[:3])
         more = " or …" if len(self.values) > 3 else ""
-        return (
-            f"{quoted(self.key, 40)} {_SPELLED.get(self.type, self.type)} {values}{more}".rstrip()
-        )
+        return f"{quoted(self.key, 40)} {self.sign} {values}{more}".rstrip()
+
+    @property
+    def sign(self) -> str:
+        """Its type, as ``--where`` spells it."""
+        return _SPELLED.get(self.type, self.type)
 
 
 @dataclass(frozen=True)
@@ -260,14 +264,14 @@ def _comparison(kind: str, key: Any, value: Any) -> Filter:
 def _value(kind: str, key: str, value: Any) -> FieldValue:
     if isinstance(value, str):
         check_unicode(value, f"the filter's value for {quoted(key, 40)}")
-    expected = "a text" if kind in _OF_TEXTS else "a text or a number"
+    expected = "a text" if kind in OF_TEXTS else "a text or a number"
     fits = isinstance(value, str) or (
-        kind not in _OF_TEXTS
+        kind not in OF_TEXTS
         and (is_number(value) or (isinstance(value, bool) and kind not in ORDERED))
     )
     if not fits:
         more = "; is_empty finds documents without a value" * (value is None)
-        expected += ", true or false" * (kind not in _OF_TEXTS and kind not in ORDERED)
+        expected += ", true or false" * (kind not in OF_TEXTS and kind not in ORDERED)
         raise wrong(
             f"of {quoted(key, 40)} compares with {quoted(value, 40)}, expected {expected}{more}"
         )

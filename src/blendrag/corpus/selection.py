@@ -15,6 +15,7 @@ import numpy as np
 from blendrag.corpus.database import CorpusFile, entry_of
 from blendrag.corpus.filters import (
     KNOWN_FIELDS,
+    OF_TEXTS,
     ORDERED,
     PAGE_FIELDS,
     Comparison,
@@ -106,9 +107,12 @@ class Selections:
         if not held:
             raise self._unknown_field(comparison.key)
         value = comparison.values[-1]
+        remedy = "give a value of that type"
+        if comparison.type in OF_TEXTS:
+            remedy = f"compare it otherwise than with {comparison.sign}, which is for texts"
         raise wrong(
             f"compares the field {quoted(comparison.key, 40)} with {quoted(value, 40)}, but it holds "
-            f"{' and '.join(held)}; give a value of that type"
+            f"{' and '.join(held)}; {remedy}"
         )
 
     def _known_kind(self, key: str) -> str:

@@ -21,7 +21,7 @@ from blendrag.config import DEFAULT_SCHEDULE, Mode
 from blendrag.corpus.corpus import Corpus
 from blendrag.engine.lazy_model import LazyModel
 from blendrag.engine.model_corpus import ModelCorpus
-from blendrag.engine.rendering import render
+from blendrag.engine.rendering import check_tools, render
 from blendrag.engine.request import TO_THE_END, Options, Prompt, RagPrompt, Request, SchemaPrompt
 from blendrag.engine.schemas import Schemas
 from blendrag.errors import CorpusError, InvalidInputError, RequestTimeout
@@ -188,6 +188,7 @@ class Prompts:
         if choice in (None, "auto"):
             return options
         tokens, template = self._model.tokens, options.template_arguments
+        check_tools(tokens, options)
         opening = opening_for(tokens, choice, options.tools, template)
         return replace(options, tool_choice=choice, opening=opening)
 

@@ -26,7 +26,7 @@ from blendrag.chat.messages import cleaned
 from blendrag.engine.data_text import Arrange, DataPrompt
 from blendrag.engine.nested import check_nested
 from blendrag.engine.request import Options, Prompt, RagPrompt
-from blendrag.errors import InvalidInputError, check_unicode
+from blendrag.errors import InvalidInputError, InvalidOptionError, check_unicode
 from blendrag.model.bounded_templates import FIXED_MOMENT, bounded
 from blendrag.model.tokens import Tokens
 from blendrag.text.chunking import canonical, chunk_id_of
@@ -128,7 +128,7 @@ def render(prompt: Prompt, tokens: Tokens, options: Options, may_be_empty: bool 
     """
     if isinstance(prompt, Rendered):
         return prompt
-    _check_tools(tokens, options)
+    check_tools(tokens, options)
     if isinstance(prompt, str | RagPrompt):
         text = prompt if isinstance(prompt, str) else prompt.text
         if not text.strip():
@@ -390,18 +390,21 @@ def require_text(messages: Sequence[Mapping[str, Any]]) -> None:
         raise InvalidInputError(f"{empty} empty, expected some text; ask something")
 
 
-def _check_tools(tokens: Tokens, options: Options) -> None:
+def check_tools(tokens: Tokens, options: Options) -> None:
+    """Raise :class:`InvalidOptionError` for tools that the model would not be shown."""
     if not options.tools:
         return
     if not options.apply_chat_template:
-        raise InvalidInputError(
-            f"tools given ({len(options.tools)}) with apply_chat_template=False, but only a chat "
-            "template shows them to the model; leave out one of the two"
+        raise InvalidOptionError(
+            "tools",
+            f"given ({len(options.tools)}) with apply_chat_template=False, but only a chat "
+            "template shows them to the model; leave out one of the two",
         )
     if not tokens.has_tools:
-        raise InvalidInputError(
-            f"tools given ({len(options.tools)}) to a model whose chat template does not support tools; "
-            "use a model whose template does, or ask for the call in plain text"
+        raise InvalidOptionError(
+            "tools",
+            f"given ({len(options.tools)}) to a model whose chat template does not support tools; "
+            "use a model whose template does, or ask for the call in plain text",
         )
     for number, tool in enumerate(options.tools):
         check_nested(tool, f"tools[{number}]")

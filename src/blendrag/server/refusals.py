@@ -122,9 +122,8 @@ def refusal_of(error: BaseException) -> Refusal:
         return error
     if isinstance(error, ContextOverflowError):
         message = (
-            f"this model's context is {error.context_tokens} tokens; the prompt has {error.prompt_tokens} "
-            f"and {error.max_new_tokens} were asked for; shorten the prompt, retrieve fewer chunks "
-            "(blendrag.top_k) or lower max_tokens"
+            f"this model's context is {error.context_tokens} tokens; the prompt has {error.prompt_tokens}, "
+            "which leaves no room for an answer; shorten it or retrieve fewer chunks (blendrag.top_k)"
         )
         return Refusal(400, message, param="messages", code="context_length_exceeded")
     if isinstance(error, InvalidOptionError):
