@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,48 +15,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoConfig, LlamaConfig
 from transformers.utils import chat_template_utils
 
-import blendrag
 import tiny
 from blendrag.model import compat
-
-SOURCE = Path(blendrag.__file__).parent
-#: Names with an underscore that are documented for everyone.
-PUBLIC = {"_replace", "_asdict", "_exit", "_getframe"}
-
-
-def _private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr[0] == "_" and node.attr[:2] != "__":
-            yield node.lineno, node.attr
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            names = [*node.module.split("."), *(alias.name for alias in node.names)]
-            if not node.module.startswith(("blendrag", "_")):
-                yield from ((node.lineno, name) for name in names if name[0] == "_")
-
-
-def _defined_names(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.id if isinstance(node, ast.Name) else node.attr
-
-
-def test_nothing_else_names_private_parts_of_other_packages() -> None:
-    trees = {
-        path: ast.parse(path.read_text(encoding="utf-8"))
-        for path in SOURCE.rglob("*.py")
-        if path.relative_to(SOURCE) != Path("model/compat.py")
-    }
-    ours = PUBLIC.union(*map(_defined_names, trees.values()))
-    foreign = [
-        f"{path.relative_to(SOURCE)}:{line}: {name}"
-        for path, tree in trees.items()
-        for line, name in _private_names(tree)
-        if name not in ours
-    ]
-    assert not foreign, "goes to model/compat.py"
-
 
 # -- attention of transformers ----------------------------------------------------------------------
 
