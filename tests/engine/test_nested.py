@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -68,8 +69,12 @@ def test_a_tool_is_refused_by_its_number(
         engine.generate("hello", Options(tools=(good, bad)))
 
 
-#: In a call, what is no number is a word (tests/chat/test_messages.py).
-WRONG_CALLS = {name: wrong for name, wrong in WRONG.items() if "JSON has not" not in wrong[1]}
+#: In a call, what is no number is a word (tests/chat/test_messages.py). Values are counted as those of tools.
+WRONG_CALLS = {
+    name: wrong
+    for name, wrong in WRONG.items()
+    if not re.search("JSON has not|holds more", wrong[1])
+}
 
 
 @pytest.mark.parametrize(("make", "words"), WRONG_CALLS.values(), ids=WRONG_CALLS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,18 @@ from blendrag.corpus.corpus import Corpus
 from blendrag_lab.evaluation import ways
 from blendrag_lab.evaluation.ways import Way
 from cli.commands import ingest_args, invoke, refused, save_model, write_documents
+from embedding_once import each_text_is_embedded_once
 
 ROW = {
     "dataset", "seed", "policy", "schedule", "encode_prefix", "ratio", "charged_ratio", "kind", "n",
     "score", "pgr", "pgr_low", "pgr_high", "kl", "ttft_ms",
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _each_text_is_embedded_once() -> Iterator[None]:
+    with each_text_is_embedded_once():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,8 @@ WORDING = Wording(f"Answer.\n\n{CONTEXT}\n\nQuestion: {QUESTION}")
 @pytest.fixture(scope="module")
 def rows() -> dict[tuple[str, float], ArenaRow]:
     ways = make_ways(["reuse", *PLACED, "query"], ["constant"], [0.3, 1.0], [True])
-    arena = Arena(lab.adapter(), lab.dataset(), ways, max_new_tokens=4, as_schema=True)
+    data = lab.dataset(lab.cases(1, 2))
+    arena = Arena(lab.adapter(), data, ways, max_new_tokens=4, as_schema=True)
     return {(row.policy, row.ratio): row for row in arena.run() if row.kind == "all"}
 
 
