@@ -65,6 +65,21 @@ def test_a_dry_run_counts_the_gate_until_it_has_run(ingest, empty_cache, monkeyp
     assert printed(*ingest, "--dry-run")["seconds"] < 1e5
 
 
+def test_a_dry_run_of_a_long_ingest_names_the_document_that_takes_most_of_it(
+    ingest, empty_cache, monkeypatch
+):
+    monkeypatch.setattr(gate, "expected_s", lambda *_: 1e6)
+    assert "note:" not in invoke(*ingest, "--dry-run").stderr
+    log = Path(ingest[1]) / "server.log"
+    log.write_text("\n".join(f"request {number} was answered" for number in range(200)))
+    note = "server.log has more than half of the tokens; --exclude leaves files out\n"
+    assert note in invoke(*ingest, "--dry-run").stderr
+    assert printed(*ingest, "--dry-run")["largest"] == str(log)
+    assert "note:" not in invoke(*ingest, "--dry-run", "--exclude", "*.log").stderr
+    monkeypatch.setattr(gate, "expected_s", lambda *_: 0.0)
+    assert "note:" not in invoke(*ingest, "--dry-run").stderr
+
+
 def write_pages(folder: Path, documents: int) -> None:
     """HTML with more markup than text, the last page as long as all others."""
     for path in write_documents(folder, documents).glob("*.txt"):

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MAX_PREFIX_BYTES = MIB
 #: Files named in a line about skipped ones.
 NAMED_FILES = 3
+#: Seconds of an ingest from which a dry run names the document that takes most of them.
+LONG_S = 60
 
 Paths = Annotated[list[Path], typer.Argument(help="Files or directories.", show_default=False)]
 
@@ -189,6 +191,9 @@ def _dry_run(engine: BlendEngine, paths: list[Path], patterns: Patterns, json: b
         f"{readable_size(plan.bytes)} of new KV, "
         f"about {duration(plan.seconds)}{writer}; {plan.failed} failed; nothing was written",
     )
+    if plan.largest and plan.seconds > LONG_S:
+        shown = shown_sources([plan.largest])[plan.largest]
+        say("note", f"{shown} has more than half of the tokens; --exclude leaves files out")
     if plan.refused:
         say("error", f"{plan.refused}; an ingest would store the texts without KV")
         return REFUSED_MODEL

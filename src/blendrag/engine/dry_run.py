@@ -39,6 +39,8 @@ class DryRun:
     """Fingerprint of the writer that would encode the chunks; empty if none would."""
     encode_after: int = 0
     """Most similar chunks that each would be encoded after."""
+    largest: str = ""
+    """The new document that has more than half of the tokens of several."""
 
 
 def dry_run(
@@ -51,6 +53,7 @@ def dry_run(
     report, unchanged, languages = IngestReport(warnings=kv.unlike_corpus()), 0, Languages()
     chunks: dict[str, Chunk] = {}
     unembedded: dict[str, Chunk] = {}
+    most_tokens, largest = 0, ""
     for document, _ in documents_of(inputs, report, patterns):
         known = corpus and corpus.unchanged(document.source, digest_of(document))
         of_document = known or chunker.split(document.text, document.source)
@@ -58,7 +61,10 @@ def dry_run(
         report.documents += 1
         languages.add("" if known else document.text)
         report.chunks += len(of_document)
-        report.tokens += sum(chunk.tokens for chunk in of_document)
+        tokens = sum(chunk.tokens for chunk in of_document)
+        report.tokens += tokens
+        if not known:
+            most_tokens, largest = max((most_tokens, largest), (tokens, document.source))
         chunks |= {chunk.chunk_id: chunk for chunk in of_document}
         unembedded |= {} if known else {chunk.chunk_id: chunk for chunk in of_document}
     report.warnings += filter(None, [languages.warning(kv.corpus.manifest.embedder)])
@@ -85,6 +91,7 @@ def dry_run(
         refused=refused,
         writer=kv.writer.fingerprint,
         encode_after=kv.recipe.encode_after,
+        largest=largest if report.documents > 1 and 2 * most_tokens > report.tokens else "",
     )
 
 
