@@ -34,7 +34,7 @@ def blended_as_alone() -> None:
 @pytest.fixture(scope="module")
 def ingested(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ingested") / "store"
-    with tiny.engine(tiny.llama(), root, prefix_text=tiny.BOS) as made:
+    with tiny.engine(tiny.shared_llama(), root, prefix_text=tiny.BOS) as made:
         made.ingest([tiny.document(i, 4) for i in range(4)]).whole()
     return root
 
@@ -42,7 +42,7 @@ def ingested(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def engine(ingested: Path, tmp_path: Path) -> Iterator[BlendEngine]:
     root = shutil.copytree(ingested, tmp_path / "store")
-    with tiny.engine(tiny.llama(), root, prefix_text=tiny.BOS) as made:
+    with tiny.engine(tiny.shared_llama(), root, prefix_text=tiny.BOS) as made:
         made.open()  # checks what is stored
         yield made
         assert not users(made)
@@ -175,7 +175,7 @@ def test_requests_of_other_salts_share_nothing(engine):
 def test_nothing_of_a_salted_prompt_is_stored_or_learned(tmp_path):
     salted = Options(mode="blend", ratio=0.3, max_new_tokens=6, cache_salt="tenant")
     learned: list[int] = []
-    with tiny.engine(tiny.llama(), tmp_path, prefix_text=tiny.BOS, learn=True) as made:
+    with tiny.engine(tiny.shared_llama(), tmp_path, prefix_text=tiny.BOS, learn=True) as made:
         made.ingest([tiny.document(i, 4) for i in range(2)])
         passage = tiny.document(7).text
         for options, stored in ((salted, False), (BLEND, True), (salted, False)):
@@ -287,7 +287,7 @@ def test_only_the_newest_failures_are_remembered(engine, monkeypatch, tmp_path):
 
     monkeypatch.setattr(exact_prefixes, "FAILED", 2)
     during_the_prefill(monkeypatch, fail)
-    with tiny.engine(tiny.llama(), tmp_path / "other", prefix_text=tiny.BOS) as made:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "other", prefix_text=tiny.BOS) as made:
         made.ingest([tiny.document(i, 4) for i in range(3)])
         for number in range(3):
             together(made, prompts(made, MANY, number))

@@ -18,7 +18,7 @@ from blendrag.model.composition import Composition
 
 
 def engine_over(name: str, root: Path, **changes: Any) -> BlendEngine:
-    model = tiny.family(name, initializer_range=0.2)
+    model = tiny.shared(name)
     return tiny.engine(model, root, prefix_text=tiny.BOS, **changes)
 
 
@@ -49,7 +49,7 @@ def test_chunks_are_reused_as_they_are_stored_and_in_any_order(engine):
 
 @pytest.mark.parametrize("name", ["qwen3_5", "falcon_h1", "recurrent_gemma"])
 def test_a_chunk_behind_the_prefix_that_it_was_encoded_with_is_exact(name, tmp_path):
-    with tiny.engine(tiny.family(name, initializer_range=0.2), tmp_path, top_k=1) as made:
+    with tiny.engine(tiny.shared(name), tmp_path, top_k=1) as made:
         made.ingest([tiny.document(0, paragraphs=2)])
         question = "What did the company of Place7 build?"
         exact, full = (made.ask(question, mode=mode, logprobs=3) for mode in ("blend", "full"))

@@ -95,7 +95,7 @@ def test_requests_that_come_and_go_get_the_answers_that_each_gets_alone(
 ):
     """Of full, sliding and latent attention. Requests that share nothing keep their own KV."""
     monkeypatch.setattr(chunk_pool, "MIN_SHARED_TOKENS", 32 if shares else sys.maxsize)
-    with engine(tiny.family(family, initializer_range=0.2), tmp_path) as made:
+    with engine(tiny.shared(family), tmp_path) as made:
         made.ingest([tiny.document(1)])
         made.encode_schema("placed")
         asked: list[tuple[Any, Options]] = []

@@ -235,7 +235,7 @@ def test_roles_go_through_the_chat_template(tmp_path):
         {"role": "assistant", "content": "I have."},
         {"role": "user", "content": "What did the company do?"},
     ]
-    with engine(tiny.llama(), tmp_path, schema) as made:
+    with engine(tiny.shared_llama(), tmp_path, schema) as made:
         tokens = made.tokens
         for asked in ("<a/>What did the company do?", "<a/><user>What did the company do?</user>"):
             ids = made.segments(SchemaPrompt(pml(asked))).ids
@@ -247,7 +247,7 @@ def test_roles_go_through_the_chat_template(tmp_path):
 
 @pytest.mark.parametrize("positions", ["schema", "blend"])
 def test_a_prompt_streams_stops_and_samples_like_any_other(positions, tmp_path):
-    with engine(tiny.llama(), tmp_path, positions=positions) as made:
+    with engine(tiny.shared_llama(), tmp_path, positions=positions) as made:
         for content in (ORDERS[0], "<food/>"):
             made.generate(pml=pml(content + ASK), max_new_tokens=1)
             made.drain()
@@ -280,7 +280,7 @@ def test_modules_are_kept_in_the_encoding_of_the_store(tmp_path):
 
 
 def test_requests_of_schemas_and_others_run_side_by_side(tmp_path):
-    with engine(tiny.llama(), tmp_path) as made:
+    with engine(tiny.shared_llama(), tmp_path) as made:
         made.ingest([tiny.document(1)])
         prompts = [
             tiny.prompt(made, 1),
@@ -296,7 +296,7 @@ def test_requests_of_schemas_and_others_run_side_by_side(tmp_path):
 
 
 def test_an_answer_over_modules_explains_itself(tmp_path):
-    with engine(tiny.llama(), tmp_path) as made:
+    with engine(tiny.shared_llama(), tmp_path) as made:
         made.encode_schema("trip")
         answer = made.generate(pml=pml(), max_new_tokens=1, explain=True)
         page = answer.explain().page("trip")
@@ -306,10 +306,10 @@ def test_an_answer_over_modules_explains_itself(tmp_path):
 
 
 def test_a_store_that_cannot_be_written_is_read(tmp_path):
-    with engine(tiny.llama(), tmp_path) as made:
+    with engine(tiny.shared_llama(), tmp_path) as made:
         made.ingest([tiny.document(1)])
         expected = made.generate(pml=pml("<sea/>" + ASK), max_new_tokens=4).text
-    with engine(tiny.llama(), tmp_path, read_only=True) as made:
+    with engine(tiny.shared_llama(), tmp_path, read_only=True) as made:
         answer = made.generate(pml=pml("<sea/>" + ASK), max_new_tokens=4)
         assert (answer.text, bool(answer.metrics.reused_tokens)) == (expected, True)
         missed = made.generate(pml=pml("<hill/>" + ASK), max_new_tokens=4)
@@ -361,7 +361,7 @@ def test_a_damaged_module_is_encoded_again(tmp_path):
 
 
 def test_modules_of_other_weights_are_not_used(tmp_path):
-    with engine(tiny.llama(), tmp_path) as made:
+    with engine(tiny.shared_llama(), tmp_path) as made:
         made.encode_schema("trip")
     model = tiny.llama(seed=1)
     with engine(model, tmp_path) as made, watched(model) as seen:
@@ -382,22 +382,22 @@ def test_modules_that_this_machine_computes_otherwise_are_renewed(tmp_path, monk
 
 def test_a_changed_schema_is_encoded_again_and_its_old_states_are_collected(tmp_path):
     changed = SCHEMA.replace("ships are old", "ships sink")
-    with engine(tiny.llama(), tmp_path) as made:
+    with engine(tiny.shared_llama(), tmp_path) as made:
         made.encode_schema("trip")
         entries = made.stats().entries
         made.add_schema(changed)
         report = made.encode_schema("trip")
         assert (report.encoded, report.collected) == (1, 1)
         assert made.stats().entries == entries
-    with engine(tiny.llama(), tmp_path, changed.replace("ships sink", "boats sink")) as made:
+    with engine(tiny.shared_llama(), tmp_path, changed.replace("ships sink", "boats sink")) as made:
         assert made.generate(pml=pml(), max_new_tokens=1).metrics.reused_tokens
         assert made.stats().entries == entries
 
 
 def test_documents_can_be_ingested_beside_modules(tmp_path, caplog):
-    with engine(tiny.llama(), tmp_path) as made:
+    with engine(tiny.shared_llama(), tmp_path) as made:
         made.encode_schema("trip")
-    with engine(tiny.llama(), tmp_path, prefix_text="Read this.") as made:
+    with engine(tiny.shared_llama(), tmp_path, prefix_text="Read this.") as made:
         made.ingest([tiny.document(1)])
         assert "but no corpus" not in caplog.text
         assert made.generate(pml=pml(), max_new_tokens=1).metrics.reused_tokens
@@ -415,7 +415,7 @@ def test_mode_full_prefills_the_tokens_of_the_prompt(tmp_path):
 
 
 def test_parameters_without_an_unknown_token_take_a_space(tmp_path):
-    with engine(tiny.llama(), tmp_path) as made:
+    with engine(tiny.shared_llama(), tmp_path) as made:
         assert made.encode_schema("trip").notes == (
             "the tokenizer has no <unk>; ' ' stands for parameters",
         )
@@ -468,7 +468,7 @@ def in_memory(made: BlendEngine, name: str) -> bool:
 
 
 def test_siblings_in_a_union_are_read_ahead(tmp_path):
-    with engine(tiny.llama(), tmp_path) as made:
+    with engine(tiny.shared_llama(), tmp_path) as made:
         made.encode_schema("trip")
         made.generate(pml=pml("<sea/>" + ASK), max_new_tokens=1)
         made.drain()
@@ -479,7 +479,7 @@ def test_siblings_in_a_union_are_read_ahead(tmp_path):
 @pytest.mark.parametrize("reason", ["no memory", "a request waits"])
 def test_reading_ahead_gives_way(reason, tmp_path, monkeypatch):
     """It evicts nothing from memory, and waits until no request does."""
-    with engine(tiny.llama(), tmp_path) as made:
+    with engine(tiny.shared_llama(), tmp_path) as made:
         made.encode_schema("trip")
         memory = made.store.memory
         calls: list[int] = []
@@ -504,7 +504,7 @@ def test_reading_ahead_gives_way(reason, tmp_path, monkeypatch):
 def test_a_request_with_fixed_positions_gives_up_stored_modules_that_stay_corrupt(
     content: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with engine(tiny.llama(), tmp_path / "store") as made:
+    with engine(tiny.shared_llama(), tmp_path / "store") as made:
         made.encode_schema("trip")
         expected = made.generate(pml=pml(content))
         prompts: list[ConcatenatedPrompt] = []

@@ -23,7 +23,7 @@ OFFSET = 37
 
 @pytest.fixture(scope="module", params=EACH_KIND)
 def adapter(request: pytest.FixtureRequest) -> ModelAdapter:
-    return tiny.adapter(tiny.family(request.param, initializer_range=0.2))
+    return tiny.shared(request.param)
 
 
 def spans_of(adapter: ModelAdapter) -> list[LoadedSpan]:

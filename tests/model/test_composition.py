@@ -40,12 +40,12 @@ FIRST, SECOND, THIRD = (11, 40), (43, 70), (70, 72)
 
 @pytest.fixture(scope="module", params=COMPOSED)
 def adapter(request: pytest.FixtureRequest) -> ModelAdapter:
-    return tiny.adapter(tiny.family(request.param, initializer_range=0.2))
+    return tiny.shared(request.param)
 
 
 @pytest.fixture(scope="module")
 def qwen() -> ModelAdapter:
-    return tiny.adapter(tiny.family("qwen3_5", initializer_range=0.2))
+    return tiny.shared("qwen3_5")
 
 
 def of(adapter: ModelAdapter) -> Composition:
@@ -149,7 +149,7 @@ def test_a_map_is_found_by_probes(kind, shape):
 
 
 def test_the_heads_of_mamba_2_share_a_decay_each():
-    composition = of(tiny.adapter(tiny.family("bamba", initializer_range=0.2)))
+    composition = of(tiny.shared("bamba"))
     states = [s for e in composition.entries if e.linear is not None for s in e.linear.recurrent]
     assert {state.map_shape for state in states} == {(1, 8, 1, 1)}
 
