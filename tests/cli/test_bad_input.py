@@ -418,6 +418,23 @@ def test_only_options_that_are_spelled_alike_are_suggested(given: str, suggested
 
 
 @pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("ingst", " Did you mean ingest?"),
+        ("lst", " Did you mean list?"),
+        ("store chek", " Did you mean check?"),
+        ("stats", " Did you mean store stats?"),
+        ("check", " Did you mean schema check or store check?"),
+        ("delete", ""),
+    ],
+)
+def test_only_commands_that_are_spelled_alike_are_suggested(given: str, hint: str) -> None:
+    result = invoke(*given.split())
+    said = f"Error: No such command '{given.split()[-1]}'.{hint}"
+    assert (result.exit_code, result.stderr.splitlines()[-1]) == (2, said)
+
+
+@pytest.mark.parametrize(
     ("given", "corrected"),
     [
         ("cache --verbose clear --yes", "cache clear --verbose --yes"),

@@ -148,6 +148,7 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
             "support tools",
         ),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
+        ({"messages": []}, "messages", "is empty; send at least one"),
         ({"blendrag": {"ratio": 2}}, "blendrag.ratio", "blendrag.ratio 2 must be a number in [0, 1]"),
         ({"blendrag": {"ration": 1}}, "blendrag.ration", "; did you mean blendrag.ratio"),
         ({"blendrag": {"timeout": 1}}, "blendrag.timeout", "; did you mean blendrag.timeout_s?"),

@@ -46,7 +46,7 @@ IS_IMAGE = "messages[0].content[0] is a content part of type 'image_url', expect
         ([SystemMessage(" "), HumanMessage("\n")], {}, "all 2 messages are empty"),
         ([SystemMessage(" "), HumanMessage("\n")], RAW, "all 2 messages are empty"),
         (" \n", {}, "the "),
-        ([], {}, "no messages"),
+        ([], {}, "messages is empty"),
         ([HumanMessage(IMAGE)], {}, IS_IMAGE),
         ([HumanMessage(IMAGE)], RAW, IS_IMAGE),
         ("Where?", {"max_length": 3}, "max_length: not an option of a call; arguments of transformers'"),

@@ -107,7 +107,7 @@ IMAGE = ChatMessage(role="user", blocks=[ImageBlock(url="http://localhost/x.png"
             RAW,
             r"messages\[0\].content\[0\] is a content block of type 'image', expected text",
         ),
-        ([], RAW, "no messages; send at least one"),
+        ([], RAW, "messages is empty; send at least one"),
         (
             ASKED,
             {"max_length": 3},

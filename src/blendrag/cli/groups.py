@@ -13,11 +13,12 @@ from typer.models import ArgumentInfo, OptionInfo
 
 from blendrag.cli import output
 from blendrag.cli.lifecycle import USER_ERROR
-from blendrag.option import near_names
+from blendrag.option import did_you_mean, near_names
 
 
 class SuggestingGroup(TyperGroup):
-    """Suggests options that are spelled almost like an unknown one, not those that merely share letters.
+    """Suggests options and commands that are spelled almost like an unknown one, not those that merely share
+    letters, and commands of that name in other groups.
     Of a command's options before its name it says where they go."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -56,6 +57,20 @@ class SuggestingGroup(TyperGroup):
             if isinstance(option, TyperOption)
             for name in (*option.opts, *option.secondary_opts)
         }
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        self.suggest_commands = False  # typer's merely share letters
+        try:
+            return super().resolve_command(ctx, args)
+        except Exception as error:
+            near = near_names(args[:1], self.commands) or [
+                f"{group} {args[0]}"
+                for group, each in self.commands.items()
+                if args[0] in getattr(each, "commands", ())
+            ]
+            if near and hasattr(error, "message"):
+                error.message += f" {did_you_mean(near, '').capitalize()}"
+            raise
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -230,7 +230,7 @@ def _raw(prompt: str | RagPrompt, text: str, tokens: Tokens, options: Options) -
 
 def _check_messages(messages: Sequence[Mapping[str, Any]], tokens: Tokens) -> None:
     if not messages:
-        raise InvalidInputError("no messages; send at least one")
+        raise InvalidOptionError("messages", "is empty; send at least one")
     if not tokens.has_template:
         raise InvalidInputError(
             "this model's tokenizer has no chat template; send a plain string, or set "
