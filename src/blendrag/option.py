@@ -121,17 +121,18 @@ def refuse_unknown(
     elsewhere: Elsewhere | None = None,
 ) -> None:
     """Raise :class:`InvalidInputError` for a name that is not ``known``, with the remedy if it is one of
-    ``elsewhere``, else with those that are near it, else with what to do ``otherwise``, by default with
-    all."""
+    ``elsewhere``, else with those that are near it or longer by some words, else with what to do
+    ``otherwise``, by default with all."""
     names = sorted(known)
     if unknown := sorted(set(given).difference(names)):
         if elsewhere is not None and {*unknown} <= {*elsewhere.names}:
             raise InvalidInputError(
                 f"{', '.join(unknown)}: not {what}, but of {elsewhere.owner}; {elsewhere.remedy}"
             )
-        meant = did_you_mean(
-            near_names(unknown, names), otherwise or f"expected {', '.join(names)}"
-        )
+        near = near_names(unknown, names) or [
+            name for name in names if any(f"_{each}_" in f"_{name}_" for each in unknown)
+        ]
+        meant = did_you_mean(near, otherwise or f"expected {', '.join(names)}")
         raise InvalidInputError(f"{', '.join(unknown)}: not {what}; {meant}")
 
 

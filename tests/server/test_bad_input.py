@@ -58,7 +58,7 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
     ("fields", "param", "said"),
     [
         ({"messages": None}, "messages", "messages is null, expected a valid list"),
-        ({"messages": []}, None, "send at least one"),
+        ({"messages": []}, "messages", "is empty; send at least one"),
         ({"messages": "Hello"}, "messages", 'messages is "Hello", expected a valid list'),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "is missing"),
         ({"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role", "expected 'system'"),
@@ -148,7 +148,6 @@ def refused(response: httpx.Response, status: int) -> dict[str, Any]:
             "support tools",
         ),
         ({"tools": [{"type": "function"}]}, "tools[0].function", "is missing"),
-        ({"messages": []}, "messages", "is empty; send at least one"),
         ({"blendrag": {"ratio": 2}}, "blendrag.ratio", "blendrag.ratio 2 must be a number in [0, 1]"),
         ({"blendrag": {"ration": 1}}, "blendrag.ration", "; did you mean blendrag.ratio"),
         ({"blendrag": {"timeout": 1}}, "blendrag.timeout", "; did you mean blendrag.timeout_s?"),

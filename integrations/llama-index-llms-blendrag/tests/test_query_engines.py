@@ -59,7 +59,8 @@ def test_wrong_arguments_are_refused(engine: BlendEngine) -> None:
         BlendRetriever(engine=engine, similarity_top_k=0)
     wrong: dict[str, Any] = {"top_k": 3}
     with pytest.raises(
-        InvalidInputError, match=r"top_k: not a field of BlendRetriever; .*similarity_top_k"
+        InvalidInputError,
+        match="top_k: not a field of BlendRetriever; did you mean similarity_top_k",
     ):
         BlendRetriever(engine=engine, **wrong)
     with pytest.raises(InvalidInputError, match="leave store out"):
