@@ -9,7 +9,7 @@ from lab.soak import files_fuzz
 
 
 def test_changed_files_are_read_or_refused_with_one_sentence(tmp_path: Path) -> None:
-    report = files_fuzz.fuzz(150, 3, tmp_path, limit_s=math.inf)
+    report = files_fuzz.fuzz(90, 3, tmp_path, limit_s=math.inf)
     assert report.failures == []
     assert {outcome.split()[0] for outcome in report.outcomes} == {
         Path(name).suffix for name in files_fuzz.GOOD
