@@ -79,23 +79,18 @@ class CorpusSettings:
     def check(self, manifest: Manifest, root: Path) -> None:
         """Raise :class:`InvalidInputError` if the corpus at ``root`` has other settings."""
         check_embedder(self.embedder, manifest, root)
-        wrong = {}
+        wrong = ""
         if self.chunk_tokens not in (None, manifest.chunk_tokens):
-            tokens = manifest.chunk_tokens
-            wrong["chunk_tokens"] = f"holds chunks of {tokens} tokens, not {self.chunk_tokens}"
-        if self.prefix_text not in (None, manifest.prefix_text):
-            wrong["prefix"] = "was ingested with another prefix"
-        if self.kv_encoding not in (None, manifest.encoding):
-            wrong["kv_encoding"] = (
-                f"keeps KV in encoding {manifest.encoding}, not {self.kv_encoding}"
-            )
-        if manifest.prefix_ids and not self.encode_prefix:
+            wrong = f"holds chunks of {manifest.chunk_tokens} tokens, not {self.chunk_tokens}"
+        elif self.prefix_text not in (None, manifest.prefix_text):
+            wrong = "was ingested with another prefix"
+        elif self.kv_encoding not in (None, manifest.encoding):
+            wrong = f"keeps KV in encoding {manifest.encoding}, not {self.kv_encoding}"
+        elif manifest.prefix_ids and not self.encode_prefix:
             tokens = len(manifest.prefix_ids)
-            wrong["encode_prefix=False"] = f"was ingested with a prefix of {tokens} tokens"
-        for option, why in wrong.items():
-            raise InvalidInputError(
-                f"store {root} {why}; leave {option} out or ingest into another store"
-            )
+            wrong = f"was ingested with a prefix of {tokens} tokens, not without one"
+        if wrong:
+            raise InvalidInputError(f"store {root} {wrong}; use that, or ingest into another store")
 
 
 _looks: ContextVar[dict[ModelCorpus, CorpusState | None]] = ContextVar("blendrag_looks")
