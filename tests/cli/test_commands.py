@@ -17,7 +17,16 @@ from blendrag.corpus.retriever import RetrievedChunk
 from blendrag.engine import BlendEngine
 from blendrag.metrics import RequestMetrics
 from blendrag.text.readers import Document
-from cli.commands import QUESTION, ask, invoke, printed, refused, said
+from cli.commands import (
+    QUESTION,
+    ask,
+    ingest_args,
+    invoke,
+    printed,
+    refused,
+    said,
+    write_documents,
+)
 
 
 def test_dry_run_predicts_the_ingest_and_repeating_an_ingest_computes_nothing(
@@ -239,6 +248,17 @@ def test_search_shows_what_a_question_finds_without_a_model(ingested: Path) -> N
     nothing = invoke("search", "qqq", "--store", ingested, "--search", "lexical")
     assert not nothing.stdout
     assert "nothing was found; use other words" in nothing.stderr
+
+
+def test_a_line_end_in_the_name_of_a_file_ends_no_row_of_a_table(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    docs = write_documents(tmp_path / "docs", 1, 1)
+    (docs / "d0.txt").rename(docs / "d0\n   1  1.000  other.txt")
+    assert invoke(*ingest_args(docs, model_dir, tmp_path / "store")).exit_code == 0
+    _, row = invoke("search", QUESTION, "--store", tmp_path / "store").stdout.splitlines()
+    assert r"docs/d0\n   1  1.000  other.txt " in row
 
 
 def test_list_search_and_ask_show_files_by_their_path_from_the_working_directory(

@@ -14,6 +14,7 @@ from blendrag.cli.output import console, print_json, say, shown_pages, shown_sou
 from blendrag.config import settings
 from blendrag.errors import check_question
 from blendrag.text.excerpts import excerpts
+from blendrag.wording import printable_line
 
 if TYPE_CHECKING:
     from blendrag.corpus.retriever import RetrievedChunk
@@ -78,8 +79,8 @@ def _print(found: list[RetrievedChunk], question: str) -> None:
     names = shown_sources(chunk.source for chunk in found)
     texts = excerpts(found, question, EXCERPT_CHARS)
     for chunk, text in zip(found, texts, strict=True):
-        row = (str(chunk.rank), f"{chunk.score:.3f}", names[chunk.source], _place(chunk), text)
-        table.add_row(*row)
+        name = printable_line(names[chunk.source])
+        table.add_row(str(chunk.rank), f"{chunk.score:.3f}", name, _place(chunk), text)
     console(width=160).print(table)
 
 
