@@ -49,7 +49,7 @@ from blendrag.text.inputs import ALL, Patterns, scan_inputs
 from blendrag.text.limited_reading import read_documents
 from blendrag.text.names import short_name
 from blendrag.text.readers import Document, check_document, digest_of
-from blendrag.wording import log_step
+from blendrag.wording import log_step, quoted
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def ingest(
     patterns: Patterns = ALL,
 ) -> IngestReport:
     """See :meth:`BlendEngine.ingest`."""
-    listed: list[Any] = [inputs] if isinstance(inputs, str | Path) else list(inputs)
+    listed = listed_inputs(inputs)
 
     def run() -> IngestReport:
         try:
@@ -471,6 +471,18 @@ def remove_sources(kv: KVNamespace, sources: Iterable[str]) -> int:
     return len(known)
 
 
+def listed_inputs(inputs: Inputs) -> list[Any]:
+    """Paths and documents; a single one, too. Raises :class:`InvalidInputError` for anything else."""
+    is_single = isinstance(inputs, str | Document) or not isinstance(inputs, Iterable)
+    listed = [inputs] if is_single else [*inputs]
+    for each in listed:
+        if not isinstance(each, str | os.PathLike | Document):
+            raise InvalidInputError(
+                f"{quoted(each, 60)} cannot be ingested, expected a path or a Document; give one of them"
+            )
+    return listed
+
+
 def documents_of(
     inputs: Inputs, report: IngestReport, patterns: Patterns = ALL, reading: FilesRead | None = None
 ) -> Iterator[tuple[Document, float]]:
@@ -480,7 +492,7 @@ def documents_of(
     ``reading``.
     """
     reading = reading or FilesRead()
-    given: list[Any] = [inputs] if isinstance(inputs, str | Path) else list(inputs)
+    given = listed_inputs(inputs)
     for each in given:
         if isinstance(each, Document):
             try:
