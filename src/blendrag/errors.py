@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from blendrag.wording import condensed, quoted
+from blendrag.wording import a_type, condensed, quoted
 
 
 class BlendragError(Exception):
@@ -64,7 +64,7 @@ def check_question(question: str) -> None:
     """Raise :class:`InvalidInputError` for what is no text, or has no words."""
     if not isinstance(question, str):
         raise InvalidInputError(
-            f"the question {quoted(question, 60)} is a {type(question).__name__}, expected a "
+            f"the question {quoted(question, 60)} is {a_type(question)}, expected a "
             "text; ask in words"
         )
     if not question.strip():
@@ -80,7 +80,7 @@ def check_unicode(text: str, name: str) -> None:
     """
     if not isinstance(text, str):
         raise InvalidInputError(
-            f"{name} is {quoted(text, 40)}, a {type(text).__name__}, expected a str; decode bytes, "
+            f"{name} is {quoted(text, 40)}, {a_type(text)}, expected a str; decode bytes, "
             "and leave out documents without text"
         )
     try:

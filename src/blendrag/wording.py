@@ -49,6 +49,12 @@ def _escape(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode("ascii")
 
 
+def a_type(value: object) -> str:
+    """``a str``, ``an int``: what a value is."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 def shortened(text: str, chars: int = SHOWN_CHARS) -> str:
     """At most ``chars`` characters of ``text``, the last of which shows that more follow."""
     return text if len(text) <= chars else f"{text[: chars - 1]}…"
@@ -79,7 +85,7 @@ def _repr(value: Any) -> str:
     try:
         return repr(value)
     except (ValueError, RecursionError):  # an int of thousands of digits, lists in lists
-        return f"a {type(value).__name__} that is too large to show"
+        return f"{a_type(value)} that is too large to show"
 
 
 def short_model(name: str) -> str:

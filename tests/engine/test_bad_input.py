@@ -58,6 +58,7 @@ BAD: dict[str, tuple[Callable[[BlendEngine], Any], str]] = {
     "a number as message": (generate(["hi", 5]), "a text or a list"),
     "a number to ingest": (lambda e: e.ingest(5), "5 cannot be ingested, expected a path"),
     "numbers to ingest": (lambda e: e.dry_run([5]), "5 cannot be ingested, expected a path"),
+    "a number as question": (lambda e: e.ask(3), "the question 3 is an int, expected"),  # type: ignore[arg-type]
     "no question": (lambda e: e.retrieve(None), "expected a text"),  # type: ignore[arg-type]
     "top p alone": (generate(top_p=0.9), "add a temperature"),
     "top k": (lambda e: e.ask("what?", top_k=0), "of at least 1"),

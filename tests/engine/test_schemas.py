@@ -446,7 +446,7 @@ def test_wrong_prompts_are_refused(tmp_path):
             made.add_schema(f'<schema name="long">{"old ships " * 2000}</schema>')
         notes = made.generate(pml=pml(), max_new_tokens=10_000, stop="e").metrics.notes
         assert any(note.startswith("max_new_tokens 10000 was cut to ") for note in notes)
-        with tiny.refuses("a schema that is a int, expected markup"):
+        with tiny.refuses("a schema that is an int, expected markup"):
             made.add_schema(3)  # type: ignore[arg-type]
         with tiny.refuses("No such file", InvalidInputError):
             made.add_schema(tmp_path / "none.xml")

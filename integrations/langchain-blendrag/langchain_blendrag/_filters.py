@@ -9,6 +9,7 @@ from langchain_core.documents import Document
 
 from blendrag.errors import InvalidInputError
 from blendrag.option import refuse_unknown
+from blendrag.wording import a_type
 
 if TYPE_CHECKING:
     from blendrag.corpus.filters import Filter
@@ -37,7 +38,7 @@ def filter_of(given: Any) -> Filter | None:
         return None
     if not isinstance(given, Filter | Mapping):
         raise InvalidInputError(
-            f"filter is a {type(given).__name__}, expected metadata such as {{'source': 'a.txt'}}, "
+            f"filter is {a_type(given)}, expected metadata such as {{'source': 'a.txt'}}, "
             "{'year': {'$gte': 2024}} or a Filter"
         )
     return Filter.parse(given if isinstance(given, Filter) else _parsed(given))
@@ -49,7 +50,7 @@ def _parsed(given: Any) -> dict[str, Any]:
 
     if not isinstance(given, Mapping):
         raise InvalidInputError(
-            f"filter has a {type(given).__name__} in place of metadata, expected {{'field': value}}"
+            f"filter has {a_type(given)} in place of metadata, expected {{'field': value}}"
         )
     if given.get("type") in TYPES and {*given} in _OWN:
         return dict(given)
@@ -66,9 +67,7 @@ def _joined(name: str, parts: Any) -> dict[str, Any]:
     if name == "$not" and not is_list:
         parts = [parts]
     elif not is_list:
-        raise InvalidInputError(
-            f"filter {name} has a {type(parts).__name__}, expected a list of filters"
-        )
+        raise InvalidInputError(f"filter {name} has {a_type(parts)}, expected a list of filters")
     return {"type": _JOINED[name], "filters": [_parsed(part) for part in parts]}
 
 

@@ -22,6 +22,7 @@ from blendrag.frameworks.engines import EngineArguments
 from blendrag.frameworks.fields import EngineFields, check_keywords
 from blendrag.option import refuse_unknown
 from blendrag.signatures import shows
+from blendrag.wording import a_type
 from langchain_blendrag._filters import AnyFilter, filter_of
 
 if TYPE_CHECKING:
@@ -313,8 +314,7 @@ def ids_of(documents: Sequence[Document], ids: Sequence[str | None] | None) -> l
     if isinstance(documents, Document) or other is not None:
         found = documents if other is None else other
         raise InvalidInputError(
-            f"documents hold a {type(found).__name__}, expected a list of Document; "
-            "use add_texts for texts"
+            f"documents hold {a_type(found)}, expected a list of Document; use add_texts for texts"
         )
     if ids is not None and len(ids) != len(documents):
         raise InvalidInputError(
@@ -382,6 +382,6 @@ def _check_k(k: Any) -> None:
 def _check_query(query: Any) -> None:
     if not isinstance(query, str):
         raise InvalidInputError(
-            f"the query {query!r:.60} is a {type(query).__name__}, expected a text; use a method that "
+            f"the query {query!r:.60} is {a_type(query)}, expected a text; use a method that "
             "ends in _by_vector for a vector"
         )

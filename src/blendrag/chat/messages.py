@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 from blendrag.errors import InvalidInputError, InvalidOptionError, check_unicode
-from blendrag.wording import quoted
+from blendrag.wording import a_type, quoted
 
 Message = dict[str, Any]
 
@@ -276,7 +276,7 @@ def _as_json(value: Any) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except RecursionError:
-        return f"a {type(value).__name__} that is nested too deeply to show"
+        return f"{a_type(value)} that is nested too deeply to show"
     except (TypeError, ValueError):
         return str(value)
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from blendrag.errors import InvalidOptionError, check_unicode
 from blendrag.option import did_you_mean, is_number, near_names
-from blendrag.wording import quoted
+from blendrag.wording import a_type, quoted
 
 #: What is known of a document without any metadata.
 KNOWN_FIELDS = ("source", "file_name", "folder", "extension", "title")
@@ -197,7 +197,7 @@ def _parsed(given: Any, depth: int) -> Filter:
         return given
     if not isinstance(given, Mapping):
         raise wrong(
-            f"{quoted(given, 60)} is a {type(given).__name__}, expected an object such as "
+            f"{quoted(given, 60)} is {a_type(given)}, expected an object such as "
             '{"type": "eq", "key": "author", "value": "Kim"}'
         )
     if not depth:

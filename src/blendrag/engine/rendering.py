@@ -34,6 +34,7 @@ from blendrag.text.matches import Match, common_prefix
 from blendrag.text.names import short_name
 from blendrag.text.rendered import Rendered
 from blendrag.text.spans import Span, merged, overlapping
+from blendrag.wording import a_type
 
 LEADING = "Answer the question from the context.\n\n"
 SEPARATOR = "\n\n"
@@ -142,7 +143,7 @@ def render(prompt: Prompt, tokens: Tokens, options: Options, may_be_empty: bool 
         messages = [message for message in prompt if isinstance(message, Mapping)]
     else:
         raise InvalidInputError(
-            f"a prompt that is a {type(prompt).__name__}, expected a text or a list of messages with "
+            f"a prompt that is {a_type(prompt)}, expected a text or a list of messages with "
             "role and content; send one of them"
         )
     messages = _with_system(cleaned(messages), options.system)

@@ -53,6 +53,7 @@ from blendrag.store.base import ForeignKVError, KVReader, WantedKV
 from blendrag.store.identity import NATIVE_ENCODING, module_key
 from blendrag.store.records import Records
 from blendrag.text.prompt import Segment, SegmentedPrompt
+from blendrag.wording import a_type
 
 log = logging.getLogger(__name__)
 
@@ -424,7 +425,7 @@ def _parsed(source: Source) -> Schema:
         if isinstance(schema := getattr(source, "schema", None), Schema):
             return schema
         raise InvalidInputError(
-            f"a schema that is a {type(source).__name__}, expected markup, a file of it, or a program"
+            f"a schema that is {a_type(source)}, expected markup, a file of it, or a program"
         )
     if isinstance(source, str) and source.lstrip("\ufeff \t\r\n").startswith("<"):
         return parse_schema(source, "<schema>")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 from blendrag.config import ConstructorOptions, EngineOptions, absolute_model, settings
 from blendrag.errors import InvalidInputError
 from blendrag.signatures import shows
+from blendrag.wording import a_type
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -150,7 +151,7 @@ def check_given(engine: Any, **names: Any) -> None:
         )
     if not isinstance(engine, BlendEngine):
         raise InvalidInputError(
-            f"engine={engine!r} is a {type(engine).__name__}, expected a BlendEngine, which cannot be "
+            f"engine={engine!r} is {a_type(engine)}, expected a BlendEngine, which cannot be "
             "serialised; give it again, or model= and store= instead"
         )
 

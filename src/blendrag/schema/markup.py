@@ -34,7 +34,7 @@ from blendrag.schema.nodes import (
     walk,
     without_roles,
 )
-from blendrag.wording import quoted
+from blendrag.wording import a_type, quoted
 
 MAX_BYTES = 64 * 1024**2
 #: Tags inside each other. Deeper markup is a mistake or an attack on the recursion below.
@@ -146,7 +146,7 @@ def parse_prompt(text: str, file: str = "<string>") -> PromptMarkup:
 def _parsed(text: str, file: str, root_tag: str) -> _Element:
     if not isinstance(text, str):
         raise SchemaError(
-            Location(file, 1), f"{quoted(text, 40)} is a {type(text).__name__}, expected a str"
+            Location(file, 1), f"{quoted(text, 40)} is {a_type(text)}, expected a str"
         )
     try:
         data = text.removeprefix("\ufeff").encode("utf-8")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from llama_index.core.vector_stores.types import FilterOperator, MetadataFilters
 
 from blendrag.errors import InvalidInputError, InvalidOptionError
+from blendrag.wording import a_type
 
 if TYPE_CHECKING:
     from blendrag.corpus.filters import Filter
@@ -37,7 +38,7 @@ def filter_of(filters: MetadataFilters | None) -> Filter | None:
         return None
     if not isinstance(filters, MetadataFilters):
         raise InvalidInputError(
-            f"filters is a {type(filters).__name__}, expected LlamaIndex's MetadataFilters"
+            f"filters is {a_type(filters)}, expected LlamaIndex's MetadataFilters"
         )
     from blendrag.corpus.filters import Filter
 
