@@ -20,9 +20,6 @@ from blendrag.engine.stream import AnswerStream
 from cli.commands import ingest_args, invoke, save_model, write_documents
 from embedding_once import each_text_is_embedded_once
 
-#: Models that were loaded by name, which the next commands find.
-LOADED: dict[Hashable, Any] = {}
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _each_text_is_embedded_once() -> Iterator[None]:
@@ -33,11 +30,11 @@ def _each_text_is_embedded_once() -> Iterator[None]:
 @pytest.fixture(scope="module", autouse=True)
 def _each_model_is_loaded_once() -> Iterator[None]:
     """As if another engine of this process held each of them. A directory that changed is another model."""
-    load = lazy_model.loaded_once
+    load, held = lazy_model.loaded_once, dict[Hashable, Any]()
 
     def load_and_hold(key: Hashable, made: Callable[[], Any]) -> Any:
-        LOADED[key] = load(key, made)
-        return LOADED[key]
+        held[key] = load(key, made)
+        return held[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lazy_model, "loaded_once", load_and_hold)
