@@ -12,7 +12,7 @@ import pytest
 from blendrag.demo import demo_corpus_path
 
 #: In the order of their names.
-COUNT = 8
+COUNT = 5
 
 
 @contextmanager
