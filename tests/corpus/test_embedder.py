@@ -237,5 +237,5 @@ def test_batches_change_no_vector(embedder: Embedder) -> None:
 
 def test_of_a_huge_question_only_the_ends_are_tokenised(embedder: Embedder) -> None:
     with tiny.counted(embedder, "_tokens_of") as calls:
-        embedder.embed_query("ship " * 1_000_000)
+        embedder.embed_query("ship " * 200_000)
     assert sum(len(text) for (text,) in calls) < 100_000
