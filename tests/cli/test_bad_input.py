@@ -8,6 +8,8 @@ import re
 import resource
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -113,6 +115,17 @@ def test_a_wrong_option_is_a_user_error(ingested: Path, command: str, words: str
     result = invoke(*command.split(), "--store", ingested)
     assert (result.exit_code, result.stdout) == (2, "")
     assert words in result.stderr
+
+
+def test_a_small_address_space_is_refused_before_large_imports(ingested: Path) -> None:
+    # In a new process: under some limits importing scipy never ends.
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (900 << 20, 900 << 20))"
+    command = f"{limit}; from blendrag.cli.main import main; main()"
+    args = [sys.executable, "-c", command, "ask", QUESTION, "--store", ingested]
+    done = subprocess.run(args, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the address space is limited to 900.0 MiB (ulimit -v)")
+    assert len(done.stderr.splitlines()) == 1
 
 
 # -- models ---------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ class CachedKind:
 @reporting
 def list_cache(json: options.Json = False, verbose: options.Verbose = False) -> int:
     """List what is kept outside of stores. Says where it is, and how large."""
-    begin(verbose, "nothing was changed")
+    begin(verbose, "nothing was changed", loads_torch=False)
     root, found = _root(), _survey()
     if json:
         print_json({"directory": str(root), "kinds": [asdict(each) for each in found]})
@@ -78,7 +78,7 @@ def clear(
     verbose: options.Verbose = False,
 ) -> int:
     """Remove what is kept outside of stores. What is needed is made again."""
-    begin(verbose, "nothing was removed")
+    begin(verbose, "nothing was removed", loads_torch=False)
     kinds = get_args(Kind) if only is None else (only,)
     chosen = [each for each in _survey() if each.kind in kinds]
     size_bytes = sum(each.size_bytes for each in chosen)

@@ -229,7 +229,7 @@ def list_documents(
     store: options.Store = None, json: options.Json = False, verbose: options.Verbose = False
 ) -> int:
     """List the documents of the corpus with their chunks and tokens. Loads no model."""
-    begin(verbose, "nothing was changed")
+    begin(verbose, "nothing was changed", loads_torch=False)
     from blendrag.config import settings
     from blendrag.corpus.corpus import Corpus, files_of
     from blendrag.corpus.documents import LEARNED

@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import resource
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from typing import ParamSpec
@@ -32,7 +34,9 @@ from blendrag.errors import (
     is_out_of_memory,
     is_out_of_space,
     is_out_of_threads,
+    starting_thread,
 )
+from blendrag.store.durable import readable_size
 from blendrag.wording import is_step
 
 DONE = 0
@@ -41,6 +45,12 @@ FAILED = 1
 USER_ERROR = 2
 REFUSED_MODEL = 3
 INTERRUPTED = interrupt.STATUS
+
+#: Importing torch and transformers fails in a smaller address space. Measured: torch 2.13 (CPU) and
+#: transformers 5.17 work under 2,000 MiB, and fail or crash under 1,800 MiB.
+MIN_ADDRESS_SPACE_BYTES = 1792 * 1024**2
+#: Threads of one command: the scheduler, the loader and the progress display.
+OWN_THREADS = 3
 
 _QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
@@ -59,13 +69,20 @@ _NOISY_LOGGERS = (
 P = ParamSpec("P")
 
 
-def begin(verbose: bool, if_interrupted: str, shows_downloads: bool = False) -> None:
-    """Set up logs and Ctrl-C, and check variables, before anything large is imported.
+def begin(
+    verbose: bool, if_interrupted: str, loads_torch: bool = True, shows_downloads: bool = False
+) -> None:
+    """Set up logs and Ctrl-C, and check the environment, before anything large is imported.
 
-    ``shows_downloads``: with the bars of the hub's library. Raises :class:`InvalidInputError`.
+    ``shows_downloads``: with the bars of the hub's library.
+
+    Raises :class:`InvalidInputError` for an environment that cannot be used, and :class:`NoThreadError`.
     """
     set_up_logging(verbose, shows_downloads)
     settings()  # refuses BLENDRAG_* variables with invalid values
+    if loads_torch:
+        _check_address_space()
+        _check_threads()
     interrupt.expect(if_interrupted)
 
 
@@ -97,6 +114,35 @@ def set_up_logging(verbose: bool, shows_downloads: bool = False) -> None:
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
+
+
+def _check_address_space() -> None:
+    """Refuse a limit (``ulimit -v``) under which torch and transformers cannot be imported.
+
+    Depending on the limit, the import raises, crashes or never ends: OpenBLAS before 0.3.30, which is part
+    of scipy 1.17, retries a failing mmap forever (https://github.com/OpenMathLib/OpenBLAS/issues/5289).
+    """
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit_bytes != resource.RLIM_INFINITY and limit_bytes < MIN_ADDRESS_SPACE_BYTES:
+        raise InvalidInputError(
+            f"the address space is limited to {readable_size(limit_bytes)} (ulimit -v), expected at least "
+            f"{readable_size(MIN_ADDRESS_SPACE_BYTES)} to load torch and transformers; raise the limit, or "
+            "limit resident memory instead, with a cgroup"
+        )
+
+
+def _check_threads() -> None:
+    """Refuse a limit (``ulimit -u``, ``pids.max``) under which a request cannot start its threads.
+
+    numpy's OpenBLAS (0.3.30) sends SIGINT to the process if it cannot start a thread while it is loaded.
+    """
+    over = threading.Event()
+    try:
+        with starting_thread():
+            for _ in range(OWN_THREADS):
+                threading.Thread(target=over.wait, daemon=True).start()
+    finally:
+        over.set()
 
 
 def reporting(command: Callable[P, int]) -> Callable[P, None]:

@@ -49,7 +49,7 @@ def list_models(
     verbose: options.Verbose = False,
 ) -> int:
     """List the models on this machine. Some come with blendrag or packages, others are in the hub's cache."""
-    begin(verbose, "nothing was changed")
+    begin(verbose, "nothing was changed", loads_torch=False)
     in_cache, cache = local_models.cached()
     found = [*local_models.shipped(), *in_cache]
     for each in folder or ():
@@ -95,7 +95,7 @@ def pull(
 ) -> int:
     """Download what is missing of a model on the hub into its local cache."""
     kept = "complete files are kept; repeat the command to go on"
-    begin(verbose, kept, shows_downloads=True)
+    begin(verbose, kept, loads_torch=False, shows_downloads=True)
     _require_of_hub(name)
     from huggingface_hub import constants, snapshot_download
 

@@ -61,7 +61,7 @@ def check(
     verbose: options.Verbose = False,
 ) -> int:
     """Check a schema, and prompts against it. With --model also lengths and the model's context."""
-    begin(verbose, "nothing was changed")
+    begin(verbose, "nothing was changed", loads_torch=model is not None)
     counted = _counted(file, model, trust_remote_code)
     schema = counted.layout.schema
     wrong = [
@@ -98,7 +98,7 @@ def show(
     verbose: options.Verbose = False,
 ) -> int:
     """Show the parts of a schema as a tree. With positions and lengths, in words or tokens of --model."""
-    begin(verbose, "nothing was changed")
+    begin(verbose, "nothing was changed", loads_torch=model is not None)
     from blendrag.schema import drawing
 
     if svg is not None:

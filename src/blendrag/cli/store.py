@@ -46,7 +46,7 @@ Archive = Annotated[Path, typer.Argument(metavar="FILE", help="The archive.", sh
 
 def _begin(store: Path | None, verbose: bool, if_interrupted: str) -> Path:
     """Begin a command; the store's directory."""
-    begin(verbose, if_interrupted)
+    begin(verbose, if_interrupted, loads_torch=False)
     from blendrag.config import settings
 
     return (store or settings().store).absolute()
