@@ -22,12 +22,14 @@ from pathlib import Path
 
 import torch
 
+from blendrag.corpus.embedder import Embedder
+from blendrag.engine.neighbours import Neighbours
 from blendrag.errors import InvalidInputError, ModelError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.model.writer import Writer
 from blendrag.store import regular_files
 from blendrag_lab.distillation.forwards import Forwards
-from blendrag_lab.distillation.material import Group, Material, split, with_questions
+from blendrag_lab.distillation.material import Group, Material, Similar, split, with_questions
 from blendrag_lab.distillation.memory import needs_of
 from blendrag_lab.distillation.prompts import ChunkPrompt
 from blendrag_lab.distillation.questions import ask_model, question_in
@@ -62,6 +64,9 @@ class TrainingCorpus:
     """What chunks are encoded behind."""
     chunk_tokens: int
     top_k: int
+    encode_after: int = 0
+    """Similar chunks that each chunk is encoded after, which ``embedder`` finds."""
+    embedder: Embedder | None = None
 
 
 #: ``watch(text, done, total)`` for what precedes and follows the loop.
@@ -101,13 +106,15 @@ def adapt(
                 train, held = _asked(adapter, train, held, recipe, out, digest, say)
             forwards = Forwards(adapter, corpus.prefix_ids, writer.stock, recipe.answer_tokens)
             sizes = corpus.top_k, recipe.questions, corpus.chunk_tokens
-            material = Material(adapter.tokens, train, *sizes)
+            similar = _similar(adapter, corpus, (*train, *held), say)
+            material = Material(adapter.tokens, train, *sizes, similar(train))
             needs = needs_of(adapter, writer, forwards, material, recipe)
             note(str(needs))
             forwards.encode_batch = needs.encode_batch
             forwards.teacher_batch = needs.teacher_batch
             forwards.student_batch = needs.student_batch
-            prompts = held_out_prompts(Material(adapter.tokens, held, *sizes), recipe)
+            held_material = Material(adapter.tokens, held, *sizes, similar((*train, *held)))
+            prompts = held_out_prompts(held_material, recipe)
             if (number := sum(len(prompt.tails) for prompt in prompts)) < recipe.held_out:
                 note(
                     f"only {number} of {recipe.held_out} held-out questions could be made, so the best "
@@ -186,9 +193,33 @@ def run_digest(
     parts = [
         adapter.identity.tensors_fingerprint, repr(recipe), texts, asked, corpus.prefix_ids,
         corpus.chunk_tokens, corpus.top_k, start.fingerprint if start else "",
-        trained,
+        trained, corpus.encode_after,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _similar(
+    adapter: ModelAdapter, corpus: TrainingCorpus, groups: Sequence[Group], say: Say
+) -> Callable[[Sequence[Group]], Similar | None]:
+    """What finds, among the passages of some of ``groups``, those that one is encoded after; ``None`` if all
+    are encoded alone."""
+    if not corpus.encode_after:
+        return lambda some: None
+    assert corpus.embedder is not None
+    passages = [*dict.fromkeys(passage for group in groups for passage in group.passages)]
+    texts, names = [p.text for p in passages], [p.name for p in passages]
+    say("embedding passages", 0, len(texts))
+    vectors = dict(zip(passages, corpus.embedder.embed(texts, names), strict=True))
+
+    def among(some: Sequence[Group]) -> Similar:
+        found = dict.fromkeys(passage for group in some for passage in group.passages)
+        neighbours = Neighbours(None, corpus.encode_after)
+        titled = [(passage.name, passage.chunk) for passage in found]
+        neighbours.add(titled, [vectors[passage] for passage in found], replaces="")
+        sizes = corpus.encode_after, len(corpus.prefix_ids), adapter.encoded_alike()
+        return Similar(adapter.tokens, neighbours, *sizes)
+
+    return among
 
 
 def _asked(

@@ -25,7 +25,15 @@ GRACE_S = 120.0
 
 @reporting
 @options.takes(
-    "model", "store", "dtype", "device", "trust_remote_code", "embedder", "chunk_tokens", "top_k"
+    "model",
+    "store",
+    "dtype",
+    "device",
+    "trust_remote_code",
+    "embedder",
+    "encode_after",
+    "chunk_tokens",
+    "top_k",
 )
 def adapt(
     context: typer.Context,
@@ -106,7 +114,7 @@ def adapt(
             documents or (),
             questions or (),
             lambda text: say("failed", text),
-            **options.given(given, ("top_k", "chunk_tokens", "embedder")),
+            **options.given(given, ("top_k", "chunk_tokens", "embedder", "encode_after")),
         )
 
         def show(progress: Progress, before: Score) -> None:

@@ -4,7 +4,8 @@
 
     teacher   head + chunks + question   stock, one causal prefill; then its greedy answer
     student   head                stock
-              each chunk          with the writer, directly behind the prefix; then keys move to their places
+              each chunk          with the writer, directly behind the prefix, or behind the prefix and
+                                  similar chunks, which are stock; then keys move to their places
               all other tokens    stock, over that KV
 
 All questions of a prompt share its chunks: their rows are in one forward, and none sees another question.
@@ -48,6 +49,12 @@ class Places(NamedTuple):
             torch.cat((self.positions, other.positions), dim=-1),
             torch.cat((self.groups, other.groups), dim=-1),
         )
+
+    def cut(self, at: int) -> tuple[Places, Places]:
+        """The first ``at`` places, and the others."""
+        parts = slice(at), slice(at, None)
+        first, rest = (Places(self.positions[..., p], self.groups[..., p]) for p in parts)
+        return first, rest
 
 
 class Target(NamedTuple):
@@ -222,18 +229,28 @@ class Forwards:
         The chunks of all prompts are encoded in one batch, or in batches of :attr:`encode_batch`.
         """
         heads = list(dict.fromkeys(prompt.head for prompt in prompts))
-        numbered = [(n, chunk) for n, prompt in enumerate(prompts) for chunk in prompt.chunks]
+        numbered = [
+            (n, chunk, context)
+            for n, prompt in enumerate(prompts)
+            for chunk, context in zip(prompt.chunks, prompt.contexts, strict=True)
+        ]
         numbered.sort(key=lambda each: len(each[1].ids))
-        chunks = [chunk for _, chunk in numbered]
+        chunks = [chunk for _, chunk, _ in numbered]
+        contexts = [context for _, _, context in numbered]
         size = self.encode_batch or len(chunks)
-        batches = [chunks[at : at + size] for at in range(0, len(chunks), size)]
         begins = [self._head(head) for head in heads]
-        prefix = self._head(self._prefix_ids) if self._prefix_ids else None
-        with self._in_own_precision() if writes else self._stock():
-            encoded = [self._encoded(batch, prefix) for batch in batches]
+        encoded = []
+        for start in range(0, len(chunks), size):
+            before, places_before = self._before(contexts[start : start + size])
+            with self._in_own_precision() if writes else self._stock():
+                encoded.append(self._encoded(chunks[start : start + size], before, places_before))
         skip = len(self._prefix_ids)
         at = [p for chunk in chunks for p in range(chunk.position, chunk.end)]
-        own = [skip + n for chunk in chunks for n in range(len(chunk.ids))]
+        own = [
+            skip + len(context) + n
+            for chunk, context in zip(chunks, contexts, strict=True)
+            for n in range(len(chunk.ids))
+        ]
         repositioner = self.adapter.repositioner
         tables = repositioner.tables(self._tensor(at) - self._tensor(own))
         # where each prompt's tokens stand among those of all heads, then of all chunks
@@ -244,7 +261,8 @@ class Forwards:
             sources[n] += range(first[prompt.head], first[prompt.head] + len(prompt.head))
             places[n] += range(len(prompt.head))
         begin = sum(map(len, heads))
-        for (n, chunk), start in zip(numbered, _starts([len(c.ids) for c in chunks]), strict=True):
+        starts = _starts([len(chunk.ids) for chunk in chunks])
+        for (n, chunk, _), start in zip(numbered, starts, strict=True):
             sources[n] += range(begin + start, begin + start + len(chunk.ids))
             places[n] += range(chunk.position, chunk.end)
         padded, longest = self._padded([self._shared(each) for each in places])
@@ -275,28 +293,40 @@ class Forwards:
         ]
         return Places(*(torch.stack(both) for both in zip(*padded, strict=True))), longest
 
-    def _encoded(self, chunks: Sequence[Segment], prefix: list[LayerKV] | None) -> list[LayerKV]:
-        """KV of ``chunks``, one after the other, each ``[1, Hkv, n, D]`` at positions behind the prefix."""
+    @torch.no_grad()
+    def _before(self, contexts: Sequence[tuple[int, ...]]) -> tuple[list[LayerKV], Places]:
+        """Stock KV of the prefix and each of ``contexts``, ``[C, Hkv, n, D]``, and its places ``[C, n]``."""
+        skip, longest = len(self._prefix_ids), max(map(len, contexts))
+        prefix = self._head(self._prefix_ids) if self._prefix_ids else []
+        expanded = [
+            (keys.expand(len(contexts), -1, -1, -1), values.expand(len(contexts), -1, -1, -1))
+            for keys, values in prefix
+        ]
+        places, _ = self._padded([self._shared(range(skip + len(ids))) for ids in contexts])
+        if not longest:
+            return expanded, places
+        ids = self._tensor([[*each, *([0] * (longest - len(each)))] for each in contexts])  # [C, n]
+        prefix_places, rows = places.cut(skip)
+        with self._stock():
+            cache = self._run_base(ids, rows, prefix_places.plus(rows), expanded)
+        return [(layer.keys, layer.values) for layer in cache.layers], places
+
+    def _encoded(
+        self, chunks: Sequence[Segment], before: Sequence[LayerKV], places: Places
+    ) -> list[LayerKV]:
+        """KV of ``chunks``, one after the other, each ``[1, Hkv, n, D]``, behind what is ``before`` each."""
         longest = max(len(chunk.ids) for chunk in chunks)
         padded = [[*chunk.ids, *([chunk.ids[-1]] * (longest - len(chunk.ids)))] for chunk in chunks]
         ids = self._tensor(padded)  # [C, L]
         lengths = self._tensor([len(chunk.ids) for chunk in chunks])
         inside = torch.arange(longest, device=ids.device)[None] < lengths[:, None]  # [C, L]
-        skip = len(self._prefix_ids)
+        begins = (places.groups == SHARED).sum(-1, keepdim=True)  # [C, 1]
+        positions = begins + torch.arange(longest, device=ids.device)
+        rows = Places(positions, torch.full_like(positions, SHARED))
+        skip = places.positions.shape[-1]
 
         def encode(ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            cache = DynamicCache()
-            for layer, parts in enumerate(prefix or ()):
-                keys, values = (part.expand(len(ids), -1, -1, -1) for part in parts)
-                cache.update(keys, values, layer)
-            positions = skip + torch.arange(longest, device=ids.device)[None]
-            with self.adapter.own_tables():
-                self.adapter.stack.base(
-                    input_ids=ids,
-                    position_ids=positions.expand(len(ids), -1),
-                    past_key_values=cache,
-                    use_cache=True,
-                )
+            cache = self._run_base(ids, rows, places.plus(rows), before)
             return tuple(
                 part[:, :, skip:].transpose(1, 2)[inside].transpose(0, 1)[None]  # [1, Hkv, n, D]
                 for layer in cache.layers
@@ -314,13 +344,13 @@ class Forwards:
         """Tokens that every chunk is encoded behind."""
         return len(self._prefix_ids)
 
-    def encoded_probe(self, tokens: int) -> Any:
-        """KV of a chunk of ``tokens`` tokens, with all that its backward needs."""
+    def encoded_probe(self, tokens: int, context_tokens: int = 0) -> Any:
+        """KV of a chunk of ``tokens`` tokens behind others, with all that its backward needs."""
         vocabulary = self.adapter.model.get_input_embeddings().num_embeddings
-        ids = tuple(7 * i % vocabulary for i in range(tokens))
-        prefix = self._head(self._prefix_ids) if self._prefix_ids else None
+        ids = tuple(7 * i % vocabulary for i in range(tokens + context_tokens))
+        before, places = self._before([ids[tokens:]])
         with self._in_own_precision():
-            return self._encoded([Segment("", ids, 0)], prefix)
+            return self._encoded([Segment("", ids[:tokens], 0)], before, places)
 
     def _in_own_precision(self) -> AbstractContextManager[Any]:
         """The float32 weights of the writer are multiplied in the model's dtype."""
@@ -347,20 +377,41 @@ class Forwards:
 
     def _run(self, ids: torch.Tensor, rows: Places, keys: Places, cache: Any) -> torch.Tensor:
         """Logits ``[B, n, V]`` of ``ids`` at ``rows``, which see ``keys``, themselves among these."""
-        masks = {
-            kind: self._mask(rows, keys, window)
-            for kind, window in self.adapter.stack.windows.items()
-        }
         with self.adapter.own_tables():
             out = self.adapter.model(
                 input_ids=ids,
                 position_ids=rows.positions,
                 past_key_values=cache,
                 use_cache=True,
-                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+                attention_mask=self._masks(rows, keys),
             )
         logits: torch.Tensor = out.logits
         return logits
+
+    def _run_base(
+        self, ids: torch.Tensor, rows: Places, keys: Places, before: Sequence[LayerKV]
+    ) -> DynamicCache:
+        """The KV ``before`` and that of ``ids`` ``[C, n]`` at ``rows``, which see ``keys``."""
+        cache = DynamicCache()
+        for layer, parts in enumerate(before):
+            cache.update(*parts, layer)
+        with self.adapter.own_tables():
+            self.adapter.stack.base(
+                input_ids=ids,
+                position_ids=rows.positions,
+                past_key_values=cache,
+                use_cache=True,
+                attention_mask=self._masks(rows, keys),
+            )
+        return cache
+
+    def _masks(self, rows: Places, keys: Places) -> Any:
+        """As a model takes them: one, or one for each kind of its layers."""
+        masks = {
+            kind: self._mask(rows, keys, window)
+            for kind, window in self.adapter.stack.windows.items()
+        }
+        return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _mask(self, rows: Places, keys: Places, window: Any) -> torch.Tensor:
         """Additive ``[B, 1, rows, keys]``. A row sees at least what all rows see before it."""

@@ -7,12 +7,13 @@ a passage of a held-out one.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from blendrag.engine.neighbours import Neighbours, context_ids
 from blendrag.errors import InvalidInputError
 from blendrag.model.tokens import Tokens
-from blendrag.text.chunking import MIN_CHUNK_TOKENS, Chunker
+from blendrag.text.chunking import MIN_CHUNK_TOKENS, Chunker, canonical, chunk_id_of
 from blendrag_lab.distillation.prompts import ChunkPrompt, TrainingPassage, chunk_prompt
 
 #: The smallest corpus that can be trained on: groups to train on and to hold out, and chunks of a prompt.
@@ -25,6 +26,17 @@ HELD_OUT_SHARE, MAX_HELD_OUT = 0.1, 32
 DISTRACTORS = 1 / 3
 #: Share of prompts whose chunks are half as long.
 SHORT_SHARE = 0.2
+#: Share of prompts worded as ``ask`` words them; the others are worded as prompts of frameworks are.
+OWN_WORDING_SHARE = 0.4
+WORDINGS = (
+    "Use the following pieces of context to answer the question at the end. If you don't know the answer, "
+    "just say that you don't know, don't try to make up an answer.\n\n{context}\n\n"
+    "Question: {question}\nHelpful Answer:",
+    "Context information is below.\n---------------------\n{context}\n---------------------\n"
+    "Given the context information and not prior knowledge, answer the query.\n"
+    "Query: {question}\nAnswer: ",
+    "{context}\n\nQuestion: {question}\nReply with the shortest possible answer, no sentence. Answer:",
+)
 #: Draws before a corpus is given up on.
 MAX_DRAWS = 50
 
@@ -45,6 +57,24 @@ class Group:
 
 
 @dataclass(frozen=True)
+class Similar:
+    """Finds what chunks are encoded after, as an ingest with ``encode_after`` does."""
+
+    tokens: Tokens
+    neighbours: Neighbours
+    most: int
+    prefix_tokens: int
+    limit: int
+    """Most tokens of prefix, similar chunks and chunk together."""
+
+    def context(self, passage: TrainingPassage, tokens: int) -> tuple[int, ...]:
+        """Ids for a chunk of so many ``tokens`` that is ``passage`` or a part of it."""
+        found = self.neighbours.texts(passage.name, passage.chunk)
+        others = (self.tokens.encode_text(text) for text in found)
+        return context_ids(others, self.most, self.prefix_tokens, tokens, self.limit)
+
+
+@dataclass(frozen=True)
 class Material:
     """Draws prompts. Equal material and an equal random generator give equal prompts."""
 
@@ -54,9 +84,12 @@ class Material:
     questions: int
     """Most questions of a prompt."""
     chunk_tokens: int
+    similar: Similar | None = None
+    """What chunks are encoded after; ``None``: alone."""
 
     def draw(self, rng: random.Random, is_short: bool | None = None) -> ChunkPrompt:
-        """A prompt of at most ``top_k`` chunks in random order and ``questions`` questions."""
+        """A prompt of at most ``top_k`` chunks in random order and ``questions`` questions, in one of several
+        wordings."""
         asked_of = [n for n, group in enumerate(self.groups) if group.asked]
         for _ in range(MAX_DRAWS):
             number = rng.choice(asked_of)
@@ -64,15 +97,19 @@ class Material:
             main = rng.choice(group.asked)
             made = self._around(group, main, number, rng)
             short = rng.random() < SHORT_SHARE if is_short is None else is_short
-            picked = [self._cut(passage, rng) if short else passage for passage, _ in made]
-            picked = list({passage.text: passage for passage in picked}.values())
+            whole = {
+                (self._cut(passage, rng) if short else passage).text: passage for passage, _ in made
+            }
+            picked = [replace(passage, text=text) for text, passage in whole.items()]
             also = [question for _, questions in made for question in questions]
             also += [each.question for each in group.asked if each.about is None]
             rng.shuffle(also)
             questions = list(dict.fromkeys([main.question, *also]))[: self.questions]
-            found = chunk_prompt(self.tokens, picked, questions, group.task)
+            is_own = rng.random() < OWN_WORDING_SHARE
+            template = None if is_own else rng.choice(WORDINGS)
+            found = chunk_prompt(self.tokens, picked, questions, group.task, template)
             if found is not None and found.tails and len(picked) >= MIN_PROMPT_CHUNKS:
-                return found
+                return self._behind_similar(found, whole)
         raise InvalidInputError(
             f"none of {MAX_DRAWS} prompts drawn from {len(self.groups)} documents has chunks that can be "
             "recognised; train on longer documents"
@@ -100,6 +137,19 @@ class Material:
             (of.passages[n], [asked.question for asked in of.asked if asked.about == n])
             for of, n in picked
         ]
+
+    def _behind_similar(
+        self, prompt: ChunkPrompt, whole: Mapping[str, TrainingPassage]
+    ) -> ChunkPrompt:
+        """``prompt`` with what its chunks are encoded after; ``whole``: their passages by text."""
+        if self.similar is None:
+            return prompt
+        passages = {chunk_id_of(canonical(text)): passage for text, passage in whole.items()}
+        contexts = [
+            self.similar.context(passages[chunk.chunk_id or ""], len(chunk.ids))
+            for chunk in prompt.chunks
+        ]
+        return replace(prompt, contexts=tuple(contexts))
 
     def _cut(self, passage: TrainingPassage, rng: random.Random) -> TrainingPassage:
         parts = Chunker(self.tokens.text, max(MIN_CHUNK_TOKENS, self.chunk_tokens // 2)).split(

@@ -16,7 +16,7 @@ from blendrag_lab.distillation.trainer import Recipe
 from blendrag_lab.distillation.writer import TrainedWriter
 
 #: Tokens of the two chunks whose activations are counted.
-COUNTED_TOKENS = 32, 64
+COUNTED_TOKENS = 64, 128
 #: Float32 copies of logits that are alive at once: teacher, student, their log-softmax, gradients.
 LOGITS_COPIES = 6
 #: Share of the available memory that training may take, and share that logits of answers may take while they
@@ -84,8 +84,10 @@ def needs_of(
     vocabulary = adapter.model.get_input_embeddings().num_embeddings
     rows = material.questions * (recipe.answer_tokens + 64)
     logits_bytes = 4 * rows * vocabulary
-    per_token, per_pair = _activations(forwards)
-    chunk_bytes = int(per_token * chunk + per_pair * chunk * (chunk + forwards.prefix_tokens))
+    per_token, per_pair, per_behind = _activations(forwards)
+    behind = chunk * (material.similar.most if material.similar is not None else 0)
+    pairs = chunk * (chunk + forwards.prefix_tokens + behind)
+    chunk_bytes = int(per_token * chunk + per_behind * behind + per_pair * pairs)
     prompt_bytes = LOGITS_COPIES * logits_bytes
     prompt_bytes += 4 * adapter.layout.size_bytes(chunk * material.top_k)
     prompt_bytes += int(per_token * rows + per_pair * rows * chunk * material.top_k)
@@ -118,15 +120,19 @@ def _available(device: torch.device) -> int:
     return available_bytes()
 
 
-def _activations(forwards: Forwards) -> tuple[float, float]:
-    """Bytes that a chunk's forward keeps for its backward: for each token, and for each pair of a token and
-    one that it sees, which is far from nothing where attention keeps its weights (eager)."""
-    short, long = (_kept_bytes(forwards, tokens) / tokens for tokens in COUNTED_TOKENS)
-    per_pair = max(0.0, (long - short) / (COUNTED_TOKENS[1] - COUNTED_TOKENS[0]))
-    return short - per_pair * (COUNTED_TOKENS[0] + forwards.prefix_tokens), per_pair
+def _activations(forwards: Forwards) -> tuple[float, float, float]:
+    """Bytes that a chunk's forward keeps for its backward: for each token, for each pair of a token and one
+    that it sees, which is far from nothing where attention keeps its weights (eager), and for each token of
+    chunks that it is encoded after."""
+    few, many = COUNTED_TOKENS
+    alone = _kept_bytes(forwards, few)
+    short, long = alone / few, _kept_bytes(forwards, many) / many
+    per_pair = max(0.0, (long - short) / (many - few))
+    per_behind = max(0.0, (_kept_bytes(forwards, few, many) - alone) / many - per_pair * few)
+    return short - per_pair * (few + forwards.prefix_tokens), per_pair, per_behind
 
 
-def _kept_bytes(forwards: Forwards, tokens: int) -> int:
+def _kept_bytes(forwards: Forwards, tokens: int, context_tokens: int = 0) -> int:
     own = {p.untyped_storage().data_ptr() for p in forwards.adapter.model.parameters()}
     kept: dict[int, int] = {}
 
@@ -137,6 +143,6 @@ def _kept_bytes(forwards: Forwards, tokens: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
-        held = forwards.encoded_probe(tokens)
+        held = forwards.encoded_probe(tokens, context_tokens)
     del held
     return sum(kept.values())

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from blendrag.engine.rendering import build_rag_prompt, render
 from blendrag.engine.request import Options
 from blendrag.model.tokens import Tokens
-from blendrag.text.chunking import canonical, chunk_id_of
+from blendrag.text.chunking import Chunk, canonical, chunk_id_of
 from blendrag.text.known_chunks import recognise
 from blendrag.text.prompt import Segment, SegmentedPrompt, segment_prompt
 
@@ -21,6 +21,12 @@ class TrainingPassage:
     name: str = ""
     source: str = ""
 
+    @property
+    def chunk(self) -> Chunk:
+        """What an ingest stores of it."""
+        text = canonical(self.text)
+        return Chunk(text, 0, len(text), 0, chunk_id_of(text))
+
 
 @dataclass(frozen=True)
 class ChunkPrompt:
@@ -29,6 +35,8 @@ class ChunkPrompt:
     head: tuple[int, ...]
     """Ids before the first chunk."""
     chunks: tuple[Segment, ...]
+    contexts: tuple[tuple[int, ...], ...]
+    """Ids of the similar chunks that each chunk is encoded after, behind the prefix; none: alone."""
     between: tuple[tuple[int, int], ...]
     """Position and id of each token between two chunks."""
     tails: tuple[tuple[int, ...], ...]
@@ -52,12 +60,17 @@ class ChunkPrompt:
 
 
 def chunk_prompt(
-    tokens: Tokens, passages: Sequence[TrainingPassage], questions: Sequence[str], task: str = ""
+    tokens: Tokens,
+    passages: Sequence[TrainingPassage],
+    questions: Sequence[str],
+    task: str = "",
+    template: str | None = None,
 ) -> ChunkPrompt | None:
-    """The prompts of ``ask`` for these questions; ``None`` if they hold no chunk that could be stored."""
+    """Prompts for these questions over chunks that are encoded alone, in the wording of ``ask`` or by a
+    ``template``; ``None`` if they hold no chunk that could be stored."""
     known = {chunk_id_of(canonical(each.text)): each for each in passages}
     ids = {name: tuple(tokens.encode_text(canonical(each.text))) for name, each in known.items()}
-    cut = [_segments(tokens, passages, known, ids, question) for question in questions]
+    cut = [_segments(tokens, passages, known, ids, asked, template) for asked in questions]
     first = cut[0].chunks
     if not first:
         return None
@@ -67,7 +80,8 @@ def chunk_prompt(
     between = [(at, shared[at]) for at in range(begin, end) if at not in inside]
     kept = [(n, each.ids[end:]) for n, each in enumerate(cut) if each.ids[:end] == shared]
     tails, asked = tuple(tail for _, tail in kept), tuple(questions[n] for n, _ in kept)
-    return ChunkPrompt(shared[:begin], first, tuple(between), tails, asked, task)
+    alone = ((),) * len(first)
+    return ChunkPrompt(shared[:begin], first, alone, tuple(between), tails, asked, task)
 
 
 def _segments(
@@ -76,11 +90,13 @@ def _segments(
     known: Mapping[str, TrainingPassage],
     chunk_ids: Mapping[str, tuple[int, ...]],
     question: str,
+    template: str | None,
 ) -> SegmentedPrompt:
     texts = [passage.text for passage in passages]
     named = tokens.names_sources and all(passage.name for passage in passages)
     names = [passage.name for passage in passages] if named else None
-    rendered = render(build_rag_prompt(question, texts, names), tokens, Options())
+    asked = build_rag_prompt(question, texts, names, template=template)
+    rendered = render(asked, tokens, Options())
     found = recognise(
         rendered,
         tokens.control_spans(rendered.text),

@@ -35,6 +35,7 @@ def corpus_of(
     top_k: int | None = None,
     chunk_tokens: int | None = None,
     embedder: str | None = None,
+    encode_after: int | None = None,
 ) -> TrainingCorpus:
     """The material that is named: documents, else the corpus of ``store``; ``None`` leaves only records.
 
@@ -50,10 +51,11 @@ def corpus_of(
                     f"store {store} holds chunks of {size} tokens, not {chunk_tokens}; leave --chunk-tokens "
                     "out, or train on documents"
                 )
-            return _of_store(corpus, store, tokens, questions, k, embedder)
+            return _of_store(corpus, store, tokens, questions, k, embedder, encode_after)
     size = chunk_tokens or settings().chunk_tokens
     chunker = Chunker(tokens.text, size)
     groups = _of_documents(documents, chunker, note) if documents else []
+    searched = Embedder(embedder or settings().embedder or DEFAULT_EMBEDDER)
 
     def retrieve(question: str) -> list[str]:
         vector = searched.embed_query(question)
@@ -66,11 +68,11 @@ def corpus_of(
                 f"no passages are given for {quoted(alone[0], 60)}, expected records of {{question, ctxs}}, "
                 "or --store or --documents that the questions are about"
             )
-        searched = Embedder(embedder or settings().embedder or DEFAULT_EMBEDDER)
         texts = [passage.text for group in groups for passage in group.passages]
         vectors = searched.embed(texts)
     made = with_nearest(groups, alone, retrieve) if alone else tuple(groups)
-    return TrainingCorpus((*made, *records), prefix_token_ids(tokens), size, k)
+    after = (settings().encode_after if encode_after is None else encode_after) or 0
+    return TrainingCorpus((*made, *records), prefix_token_ids(tokens), size, k, after, searched)
 
 
 def _of_store(
@@ -79,7 +81,8 @@ def _of_store(
     tokens: Tokens,
     questions: Sequence[Path],
     top_k: int,
-    embedder: str | None,
+    named: str | None,
+    encode_after: int | None,
 ) -> TrainingCorpus:
     manifest = corpus.manifest
     if manifest.tokenizer_fingerprint != tokens.fingerprint:
@@ -94,13 +97,19 @@ def _of_store(
     chunker = Chunker(tokens.text, manifest.chunk_tokens)
     alone, records = _questions(questions, chunker)
     made = tuple(groups)
+    after = manifest.encode_after if encode_after is None else encode_after
+    embedder = None
+    if alone or after:
+        check_embedder(named, manifest, root)
+        embedder = embedder_of(manifest, root, named)
     if alone:
-        check_embedder(embedder, manifest, root)
-        retriever = Retriever(corpus, embedder_of(manifest, root, embedder))
+        assert embedder is not None
+        retriever = Retriever(corpus, embedder)
         made = with_nearest(
             groups, alone, lambda asked: [c.text for c in retriever.retrieve(asked, NEAREST)]
         )
-    return TrainingCorpus((*made, *records), manifest.prefix_ids, manifest.chunk_tokens, top_k)
+    sizes = manifest.chunk_tokens, top_k, after
+    return TrainingCorpus((*made, *records), manifest.prefix_ids, *sizes, embedder)
 
 
 def _of_documents(

@@ -51,6 +51,12 @@ def shorter_prompt(adapter: ModelAdapter) -> ChunkPrompt:
     return made
 
 
+def after_others(adapter: ModelAdapter) -> ChunkPrompt:
+    """:func:`prompt`'s, with chunks encoded after two others, one other and none."""
+    ids = [tuple(adapter.tokens.encode_text(passage(n).text)) for n in (6, 8)]
+    return replace(prompt(adapter), contexts=(ids[0] + ids[1], ids[1][:9], ()))
+
+
 def full_ids(asked: ChunkPrompt, number: int) -> list[int]:
     return [*asked.shared_ids, *asked.tails[number]]
 
@@ -138,25 +144,28 @@ def test_answer_that_ends_early_does_not_change_the_others() -> None:
     assert tiny.difference(cut[1 - early].logits, whole[1 - early].logits) < 1e-4
 
 
-def test_student_kv_is_that_of_the_store_moved_to_its_places() -> None:
-    adapter = small()
-    asked = prompt(adapter)
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("is_after", [False, True])
+def test_student_kv_is_that_of_the_store_moved_to_its_places(name: str, is_after: bool) -> None:
+    adapter = small(name)
+    asked = after_others(adapter) if is_after else prompt(adapter)
     prefix = prefix_token_ids(adapter.tokens)
     with made(adapter) as (_, both), torch.no_grad():
         kv, places = both.stored([asked], writes=False)
     at = {int(p): n for n, p in enumerate(places.positions[0])}
     repositioner = adapter.repositioner
-    for chunk in asked.chunks:
-        stored = adapter.encode(prefix, chunk.ids)
+    for chunk, context in zip(asked.chunks, asked.contexts, strict=True):
+        stored = adapter.encode(prefix, chunk.ids, context_ids=context)
         tables = repositioner.tables(
             torch.full((len(chunk.ids),), chunk.position - len(prefix), dtype=torch.long)
         )
         rows = [at[p] for p in range(chunk.position, chunk.end)]
         for layer, (keys, values) in enumerate(kv):
-            expected = stored.layers[layer].clone()  # [2, Hkv, n, D]
-            repositioner.rotate_(expected[0], layer, tables)
-            assert tiny.difference(keys[0, :, rows], expected[0]) < 1e-5
-            assert tiny.difference(values[0, :, rows], expected[1]) < 1e-5
+            shape = adapter.layout.layers[layer]
+            expected = [part.clone() for part in shape.split(stored.layers[layer])]
+            repositioner.rotate_(expected[repositioner.part(layer)], layer, tables)
+            for part, own in zip((keys, values), expected, strict=True):
+                assert tiny.difference(part[0, :, rows], own) < 1e-5
 
 
 def test_rotated_keys_equal_those_rotated_in_place_and_pass_gradients_on() -> None:

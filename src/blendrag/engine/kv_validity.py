@@ -20,11 +20,11 @@ import torch
 
 from blendrag.corpus.manifest import Manifest
 from blendrag.engine.loaded_as import LoadedAs, difference, recorded, records_of
+from blendrag.engine.neighbours import context_ids
 from blendrag.engine.store_writer import StoreWriter
 from blendrag.errors import (
     CorruptKVError,
     IdentityChangedError,
-    InvalidInputError,
     ModelLoadError,
     StoreUnavailableError,
     UnsupportedModelError,
@@ -316,22 +316,7 @@ class KVValidity:
         if not most or not isinstance(adapter, ModelAdapter):
             return ()
         limit = adapter.encoded_alike(is_long)
-        room = limit - len(self._manifest().prefix_ids) - tokens
-        chosen, shortest = list[Sequence[int]](), 0
-        for ids in others:
-            shortest = min(shortest or len(ids), len(ids))
-            if len(ids) <= room:
-                chosen.append(ids)
-                room -= len(ids)
-            if len(chosen) == most:
-                break  # of thousands of others, no more are tokenized
-        if shortest and not chosen and room >= 0:
-            raise InvalidInputError(
-                f"encode_after {most}, but a chunk of {tokens} tokens has no room after another of "
-                f"{shortest} in the {limit:,} tokens that this model encodes alike; take shorter chunks "
-                "(chunk_tokens), or encode_after 0"
-            )
-        return tuple(i for ids in reversed(chosen) for i in ids)
+        return context_ids(others, most, len(self._manifest().prefix_ids), tokens, limit)
 
     def _with_writer(self, writer: str, skip: int, tokens: int) -> AbstractContextManager[None]:
         if self._writer is None:

@@ -6,13 +6,14 @@ which precedes it in prompts (FusionRAG, arXiv 2601.12904).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.documents import StoredChunk, chunk_at
+from blendrag.errors import InvalidInputError
 from blendrag.text.chunking import Chunk
 
 T = TypeVar("T")
@@ -104,6 +105,32 @@ class Neighbours:
             if len(found) == self._most:
                 break
         return [*found.values()]
+
+
+def context_ids(
+    others: Iterable[Sequence[int]], most: int, prefix_tokens: int, tokens: int, limit: int
+) -> tuple[int, ...]:
+    """What a chunk of so many ``tokens`` is encoded after, behind the prefix: ``most`` of ``others``, or as
+    many as fit into ``limit``. The nearest of ``others`` comes first there, and last in the context.
+
+    Raises :class:`InvalidInputError` if there is room for none.
+    """
+    room = limit - prefix_tokens - tokens
+    chosen, shortest = list[Sequence[int]](), 0
+    for ids in others:
+        shortest = min(shortest or len(ids), len(ids))
+        if len(ids) <= room:
+            chosen.append(ids)
+            room -= len(ids)
+        if len(chosen) == most:
+            break  # of thousands of others, no more are tokenized
+    if shortest and not chosen and room >= 0:
+        raise InvalidInputError(
+            f"encode_after {most}, but a chunk of {tokens} tokens has no room after another of "
+            f"{shortest} in the {limit:,} tokens that this model encodes alike; take shorter chunks "
+            "(chunk_tokens), or encode_after 0"
+        )
+    return tuple(i for ids in reversed(chosen) for i in ids)
 
 
 def beside(items: Sequence[T], at: int) -> list[T]:
