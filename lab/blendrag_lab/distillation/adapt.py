@@ -140,7 +140,7 @@ def adapt(
             asked = sum(len(group.asked) for group in train)
             material_sizes = len(train), passages, asked
             report = AdaptReport(
-                *(adapter.model_id, out, recipe, *material_sizes),
+                *(adapter.model_id, out, recipe, corpus.encode_after, *material_sizes),
                 *(before, after, step, progress, trainer.ending),
             )
             _finish(writer, report)

@@ -180,7 +180,8 @@ def _print(report: AdaptReport) -> None:
     echo(
         f"{count(progress.step, 'step')}{skipped} in {duration(progress.seconds)}, the best after step "
         f"{report.best_step}; KL in nats per answer token, nothing recomputed",
-        f"use it: blendrag ingest DOCUMENTS --model {report.model} --writer {report.out}",
+        f"use it: blendrag ingest DOCUMENTS --model {report.model} --writer {report.out}"
+        f"{report.ingest_options}",
     )
 
 

@@ -22,6 +22,8 @@ class AdaptReport:
     model: str
     out: Path
     recipe: Recipe
+    encode_after: int
+    """Similar chunks that each chunk was encoded after."""
     groups: int
     passages: int
     questions: int
@@ -30,6 +32,11 @@ class AdaptReport:
     best_step: int
     progress: Progress
     ending: Ending
+
+    @property
+    def ingest_options(self) -> str:
+        """How chunks are encoded as in training, besides the writer."""
+        return f" --encode-after {self.encode_after}" if self.encode_after else ""
 
     @property
     def recovered(self) -> float:
@@ -45,6 +52,7 @@ class AdaptReport:
         return {
             "model": public_name(self.model),
             "recipe": asdict(self.recipe),
+            "encode_after": self.encode_after,
             "material": {
                 "groups": self.groups, "passages": self.passages, "questions": self.questions,
             },
@@ -103,6 +111,8 @@ def _text(report: AdaptReport) -> str:
     model = public_name(report.model)
     skipped = f", {progress.skipped} of them skipped for want of a finite loss"
     skipped *= bool(progress.skipped)
+    after = f" Each chunk was encoded after the {report.encode_after} most similar ones."
+    after *= bool(report.encode_after)
     table = [HEADER, ("---",) * len(HEADER), *rows_of(report)]
     lines = "\n".join(f"| {' | '.join(row)} |" for row in table)
     return f"""
@@ -111,12 +121,12 @@ def _text(report: AdaptReport) -> str:
 A LoRA that blendrag activates only while it encodes a chunk of a document. The model that reads the
 question and answers is unchanged: load this directory as a writer, never as an adapter for answering.
 
-    blendrag ingest DOCUMENTS --model {model} --writer DIRECTORY
+    blendrag ingest DOCUMENTS --model {model} --writer DIRECTORY{report.ingest_options}
 
 Distilled from the model's own full prefill by `blendrag adapt` (blendrag {__version__}): rank {recipe.rank},
 {progress.step} steps of {recipe.batch} prompts in {progress.seconds / 60:.0f} min{skipped}; learning rate
 {recipe.learning_rate:g}, seed {recipe.seed}; {report.passages} passages in {report.groups} groups,
-{report.questions} questions. Training ended because {report.ending}; the best writer was that of step
+{report.questions} questions.{after} Training ended because {report.ending}; the best writer was that of step
 {report.best_step}.
 
 Held-out prompts, nothing recomputed; KL from full prefill in nats per answer token:

@@ -71,7 +71,25 @@ def test_writer_of_a_store_learns_from_its_chunks(plain_model: Path, tmp_path: P
     given = ("--questions", questions, "--questions", records)
     report = printed("adapt", "--store", store, *given, "--out", tmp_path / "w", *FEW[:6])
     assert report["material"]["groups"] == 7  # of three documents and six records, two are held out
-    assert report["steps"] == 2
+    assert (report["steps"], report["encode_after"]) == (2, 0)
+
+
+def test_writer_of_a_store_is_trained_on_chunks_encoded_as_the_store_encodes_them(
+    plain_model: Path, tmp_path: Path
+) -> None:
+    store, out = tmp_path / "store", tmp_path / "w"
+    documents = write_documents(tmp_path / "docs", documents=7)
+    made = invoke(*ingest_args(documents, plain_model, store), "--encode-after", "1")
+    assert made.exit_code == 0, made.stderr
+    result = invoke("adapt", "--store", store, "--out", out, *FEW[:6])
+    assert result.exit_code == 0, result.stderr
+    assert f"--writer {out} --encode-after 1" in result.stdout
+    assert json.loads((out / "report.json").read_text())["encode_after"] == 1
+    assert "--writer DIRECTORY --encode-after 1" in (out / "README.md").read_text()
+    alone = printed(
+        "adapt", "--store", store, "--encode-after", "0", "--out", tmp_path / "alone", *FEW[:6]
+    )
+    assert alone["encode_after"] == 0
 
 
 def test_interrupted_training_goes_on(

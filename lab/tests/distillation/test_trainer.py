@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -11,21 +12,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import tiny
 import writers
+from blendrag.corpus.embedder import Embedder
+from blendrag.engine.neighbours import Neighbours
 from blendrag.errors import InvalidInputError, ModelError
 from blendrag.model.writer import FittedWriter, Writer
 from blendrag.text.chunking import Chunker
-from blendrag_lab.distillation.adapt import TrainingCorpus, adapt, held_out_prompts
+from blendrag_lab.distillation.adapt import TrainingCorpus, _similar, adapt, held_out_prompts
 from blendrag_lab.distillation.forwards import Forwards
 from blendrag_lab.distillation.material import (
     Asked,
     Group,
     Material,
+    Similar,
     documents_as_groups,
     split,
     with_questions,
@@ -89,10 +94,16 @@ def test_training_brings_answers_nearer_to_full_prefill(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "report.json").read_text())["best_step"] == report.best_step
 
 
-def test_store_encodes_chunks_with_a_saved_writer_as_the_student_did(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "before", ["", "The mill of Hadley stood near the bridge, until it burnt."]
+)
+def test_store_encodes_chunks_with_a_saved_writer_as_the_student_did(
+    tmp_path: Path, before: str
+) -> None:
     adapter = small()
     prefix = corpus(adapter).prefix_ids
-    asked = prompt(adapter)
+    context = tuple(adapter.tokens.encode_text(before))
+    asked = replace(prompt(adapter), contexts=(context, (), ()))
     with adapter.lock:
         trained = TrainedWriter(adapter, 4, 0)
         randomised(trained)
@@ -101,14 +112,62 @@ def test_store_encodes_chunks_with_a_saved_writer_as_the_student_did(tmp_path: P
             kv, places = forwards(adapter, trained).stored([asked], writes=True)
         trained.close()
     fitted = FittedWriter(Writer.load(tmp_path), adapter)
-    with fitted.active(len(prefix), len(asked.chunks[0].ids)):
-        stored = adapter.encode(prefix, asked.chunks[0].ids)
+    ids = asked.chunks[0].ids
+    with fitted.active(len(prefix) + len(context), len(ids)):
+        stored = adapter.encode(prefix, ids, context_ids=context)
     at = {int(p): n for n, p in enumerate(places.positions[0])}
     rows = [at[p] for p in range(asked.chunks[0].position, asked.chunks[0].end)]
-    plain = adapter.encode(prefix, asked.chunks[0].ids)
+    plain = adapter.encode(prefix, ids, context_ids=context)
     for layer, (_, values) in enumerate(kv):
         assert tiny.difference(values[0, :, rows], stored.layers[layer][1]) < 1e-4
         assert tiny.difference(values[0, :, rows], plain.layers[layer][1]) > 1e-2
+
+
+class NamesEmbedder(Embedder):
+    """Counts of capitalised words, so that texts about one town are similar."""
+
+    def embed(
+        self, texts: Sequence[str], titles: Sequence[str] | None = None, **given: object
+    ) -> np.ndarray:
+        names = sorted({word for text in texts for word in text.split() if word.istitle()})
+        rows = [[text.split().count(name) for name in names] for text in texts]
+        counts = np.array(rows, np.float32)
+        return counts / np.linalg.norm(counts, axis=1, keepdims=True)
+
+
+def test_chunks_are_encoded_after_those_that_an_ingest_would_choose() -> None:
+    adapter = small()
+    given = corpus(adapter)
+    adapted = replace(given, encode_after=2, embedder=NamesEmbedder("names"))
+    train, held = given.groups[:6], given.groups[6:]
+    similar = _similar(adapter, adapted, given.groups, lambda *_: None)
+    materials = [
+        Material(adapter.tokens, groups, 3, 2, 64, similar(known))
+        for groups, known in ((train, train), (held, given.groups))
+    ]
+    ids = {
+        passage.text: tuple(adapter.tokens.encode_text(passage.text))
+        for group in given.groups
+        for passage in group.passages
+    }
+    for material, is_short in itertools.product(materials, (False, True)):
+        for seed in range(4):
+            drawn = material.draw(random.Random(seed), is_short)
+            for chunk, context in zip(drawn.chunks, drawn.contexts, strict=True):
+                own = next(text for text in ids if chunk.text in text)
+                town = own.split()[3]
+                one, other = (ids[t] for t in ids if t.split()[3] == town and t != own)
+                assert context in {one + other, other + one}
+    assert _similar(adapter, given, given.groups, lambda *_: None)(train) is None
+
+
+def test_prompts_are_worded_in_several_ways() -> None:
+    adapter = small()
+    material = Material(adapter.tokens, corpus(adapter).groups, 3, 2, 64)
+    drawn = [material.draw(random.Random(seed)) for seed in range(24)]
+    asked = [adapter.tokens.tokenizer.decode([*one.shared_ids, *one.tails[0]]) for one in drawn]
+    for words in ("from the context", "Helpful Answer", "Given the context", "shortest possible"):
+        assert 1 < sum(words in text for text in asked) < 20
 
 
 def test_resumed_run_ends_with_the_same_weights(
@@ -593,15 +652,17 @@ def test_attention_that_keeps_its_weights_is_counted_by_the_length_of_chunks(
         with adapter.lock:
             trained = TrainedWriter(adapter, 4, 0)
             both = forwards(adapter, trained)
-            for tokens in (256, 512):
-                material = Material(adapter.tokens, given.groups, 3, 2, tokens)
+            for tokens, most in ((256, 0), (512, 0), (256, 2)):
+                similar = Similar(adapter.tokens, Neighbours(None, most), most, 0, 0)
+                material = Material(adapter.tokens, given.groups, 3, 2, tokens, similar)
                 needs = needs_of(adapter, trained, both, material, recipe(), available=1 << 40)
-                held = kept_bytes(both, tokens)
+                held = kept_bytes(both, tokens, most * tokens)
                 assert 0.8 * held < needs.chunk_bytes < 1.2 * held
-                found[attention, tokens] = needs.chunk_bytes
+                found[attention, tokens, most] = needs.chunk_bytes
             trained.close()
-    assert found["sdpa", 512] < 2.5 * found["sdpa", 256]
-    assert found["eager", 512] > 3 * found["eager", 256]
+        assert found[attention, 256, 2] > 1.3 * found[attention, 256, 0]
+    assert found["sdpa", 512, 0] < 2.5 * found["sdpa", 256, 0]
+    assert found["eager", 512, 0] > 3 * found["eager", 256, 0]
 
 
 def test_the_model_asks_only_what_is_missing() -> None:
