@@ -26,7 +26,7 @@ from blendrag.engine.planner import HEAD_ONLY
 from blendrag.engine.rendering import build_rag_prompt
 from blendrag.engine.request import RagPrompt
 from blendrag.errors import ModelLoadError
-from blendrag.model.writer import MARK, WEIGHTS, Writer
+from blendrag.model.writer import MARK, WEIGHTS, Writer, mark_as_writer
 from blendrag.planning.controller import EXACT_PREFIX
 from blendrag.store import maintenance, writer_files
 
@@ -236,6 +236,23 @@ def test_an_ingest_says_that_kv_of_another_writer_is_kept_apart(root: Path, tmp_
         (warning,) = engine.ingest(documents).warnings
         assert f"writer {first[:12]}" in warning
         assert not engine.ingest(documents).warnings  # it is the corpus's by now
+
+
+def test_an_ingest_says_that_a_writer_was_trained_on_chunks_encoded_otherwise(
+    tmp_path: Path,
+) -> None:
+    folder = writers.writer(tiny.llama(), tmp_path / "writer")
+    mark_as_writer(folder, "a model", encode_after=1)
+    told = "was trained with encode_after 1, and chunks are encoded with encode_after 0"
+    for after, expected in ((0, True), (1, False)):
+        engine = tiny.engine(
+            tiny.shared_llama(), tmp_path / f"kv{after}", writer=str(folder), encode_after=after
+        )
+        with engine:
+            report = engine.ingest([tiny.document(7)]).whole()
+        assert any(told in warning for warning in report.warnings) == expected
+    kept = Writer.from_bytes(Writer.load(folder).to_bytes(), "the copy")
+    assert kept.encode_after == 1
 
 
 def test_two_engines_with_different_writers_share_a_model_and_a_store(

@@ -247,7 +247,7 @@ class DistributedIngest:
     def run(self, paths: Sequence[Path], prune: bool, patterns: Patterns) -> IngestReport:
         """Ingest files. After Ctrl-C the report has ``interrupted`` set."""
         report, seen, read = self._report, set[str](), set[str]()
-        report.warnings += self._kv.unlike_corpus()
+        report.warnings += self._kv.warnings()
         with ended_early(report, self._claim):
             files = files_at([Path(path) for path in paths], report, patterns)
             sizes = {name: size_bytes for name, (_, size_bytes) in files.items()}

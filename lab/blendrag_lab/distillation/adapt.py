@@ -97,7 +97,7 @@ def adapt(
     _require_fitting_prompts(adapter, corpus, recipe)
     out.mkdir(parents=True, exist_ok=True)
     with adapter.lock, torch.inference_mode(False):
-        writer = TrainedWriter(adapter, recipe.rank, recipe.seed)
+        writer = TrainedWriter(adapter, recipe.rank, recipe.seed, corpus.encode_after)
         try:
             digest = run_digest(adapter, corpus, recipe, start, sorted(writer.parameters))
             if start is not None:

@@ -34,7 +34,8 @@ def public_name(model_id: str) -> str:
 class TrainedWriter:
     """A new LoRA on the model of ``adapter``, active except within :meth:`stock`. Close it to remove it."""
 
-    def __init__(self, adapter: ModelAdapter, rank: int, seed: int) -> None:
+    def __init__(self, adapter: ModelAdapter, rank: int, seed: int, encode_after: int = 0) -> None:
+        """``encode_after``: how many similar chunks each chunk is encoded after, which is saved with it."""
         adapter.require_fusing()
         if fingerprint.is_quantised(adapter.model):
             raise UnsupportedModelError(
@@ -61,7 +62,7 @@ class TrainedWriter:
             r=rank, lora_alpha=ALPHA_PER_RANK * rank, target_modules=names, task_type="CAUSAL_LM"
         )  # fmt: skip
         self._before = {name: p.requires_grad for name, p in adapter.model.named_parameters()}
-        self._adapter = adapter
+        self._adapter, self._encode_after = adapter, encode_after
         self._untrained = {
             name: (layer.in_features, layer.out_features)
             for name, layer in linear.items()
@@ -130,7 +131,7 @@ class TrainedWriter:
             self.model.peft_config["default"].base_model_name_or_path = model_id
             # else peft asks the hub whether the vocabulary was changed
             self.model.save_pretrained(name, save_embedding_layers=False)
-            mark_as_writer(made, model_id)
+            mark_as_writer(made, model_id, self._encode_after)
             for path in sorted(made.iterdir()):
                 path.replace(folder / path.name)
 

@@ -50,7 +50,7 @@ def dry_run(
     corpus, chunker = kv.corpus.current, kv.corpus.chunker()
     if corpus is not None and corpus.manifest_or_none is not None:
         kv.corpus.check(corpus)
-    report, unchanged, languages = IngestReport(warnings=kv.unlike_corpus()), 0, Languages()
+    report, unchanged, languages = IngestReport(warnings=kv.warnings()), 0, Languages()
     chunks: dict[str, Chunk] = {}
     unembedded: dict[str, Chunk] = {}
     most_tokens, largest = 0, ""

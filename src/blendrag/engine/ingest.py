@@ -185,7 +185,7 @@ class IngestRun:
             first = [*islice(found, 1)]
             if first or not self._kv.is_new:
                 self._open()
-                report.warnings += self._kv.unlike_corpus()
+                report.warnings += self._kv.warnings()
                 with self._writer.pinned():
                     self._ahead = WorkAhead(chain(first, found), self._planned, reading, self._tell)
                     documents: Iterable[PlannedDocument] = self._ahead

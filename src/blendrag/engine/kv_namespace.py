@@ -108,7 +108,19 @@ class KVNamespace:
             if self.is_new and self.model.adapter.refusal is None:
                 self.writer.fit(self.model.adapter)
 
-    def unlike_corpus(self) -> list[str]:
+    def warnings(self) -> list[str]:
+        """What an ingest says before it begins."""
+        writer, after = self.writer.is_given and self.writer.writer(), self.recipe.encode_after
+        if not writer or writer.encode_after in (None, after):
+            return self._unlike_corpus()
+        return [
+            *self._unlike_corpus(),
+            f"{writer.label} was trained with encode_after {writer.encode_after}, and chunks are encoded "
+            f"with encode_after {after}, so that it helps less; ingest with encode_after "
+            f"{writer.encode_after}",
+        ]
+
+    def _unlike_corpus(self) -> list[str]:
         """What the corpus has otherwise than an ingest is asked for: settings of a new corpus, and the recipe
         by which chunks are encoded."""
         manifest, now = self.corpus.settled_manifest, self.recipe

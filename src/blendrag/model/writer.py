@@ -74,6 +74,8 @@ class Writer:
     """By the name of the linear layer."""
     model_id: str
     """Model that it was trained for."""
+    encode_after: int | None = None
+    """Similar chunks that each chunk was encoded after in training; ``None`` if the writer does not say."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -101,6 +103,7 @@ class Writer:
             "rank": self.rank,
             "layers": len(self.parts),
             "model": self.model_id,
+            "encode_after": self.encode_after,
         }
 
     # -- files ------------------------------------------------------------------------------------
@@ -142,7 +145,8 @@ class Writer:
                     f"of rank {rank}; copy the writer again"
                 )
             parts[name] = LowRank(_scale_of(config, name, rank), pair["A"], pair["B"])
-        return cls(parts, str(mark.get("model", "")))._checked(folder)
+        made = cls(parts, str(mark.get("model", "")), _count_of(mark.get("encode_after")))
+        return made._checked(folder)
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Writer:
@@ -155,7 +159,8 @@ class Writer:
                 layer: LowRank(float(scale), tensors[f"{layer}.A"], tensors[f"{layer}.B"])
                 for layer, scale in about["scales"].items()
             }
-            return cls(parts, str(about["model"]))._checked(name)
+            after = _count_of(about.get("encode_after"))
+            return cls(parts, str(about["model"]), after)._checked(name)
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as exc:
             raise ModelLoadError(
                 f"{name} is not the file of a writer, or it is damaged ({str(exc)[:80]}); copy it again"
@@ -166,7 +171,7 @@ class Writer:
         tensors = {f"{name}.A": part.down.contiguous() for name, part in self.parts.items()}
         tensors |= {f"{name}.B": part.up.contiguous() for name, part in self.parts.items()}
         scales = {name: part.scale for name, part in self.parts.items()}
-        about = {"model": self.model_id, "scales": scales}
+        about = {"model": self.model_id, "encode_after": self.encode_after, "scales": scales}
         data: bytes = safetensors.torch.save(tensors, {"writer": json.dumps(about)})
         return data
 
@@ -182,9 +187,15 @@ class Writer:
         return self
 
 
-def mark_as_writer(directory: Path, model_id: str) -> None:
-    """Mark what PEFT saved in ``directory`` as a writer for a model."""
-    regular_files.replace(directory / MARK, json.dumps({"model": model_id}, indent=1).encode())
+def mark_as_writer(directory: Path, model_id: str, encode_after: int = 0) -> None:
+    """Mark what PEFT saved in ``directory`` as a writer for a model, trained on chunks that were encoded
+    after so many similar ones."""
+    mark = {"model": model_id, "encode_after": encode_after}
+    regular_files.replace(directory / MARK, json.dumps(mark, indent=1).encode())
+
+
+def _count_of(value: Any) -> int | None:
+    return value if isinstance(value, int) and value >= 0 else None
 
 
 def _require_writer(folder: Path) -> None:
