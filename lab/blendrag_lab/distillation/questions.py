@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from blendrag.errors import InvalidInputError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.calibrate import question_about
-from blendrag.store import regular_files
 from blendrag.text.chunking import Chunker
-from blendrag.wording import quoted
 from blendrag_lab.distillation.material import Asked, Group
 from blendrag_lab.distillation.prompts import TrainingPassage
+from blendrag_lab.qa_records import passage_texts, read_text, records_in
 
-#: Size limit of a file of questions.
-MAX_BYTES = 1024 * regular_files.MIB
-FORMS = "one question a line, or JSON records of {question, ctxs: [{text}, …]}"
+FORMS = "one question a line, or JSON records of {question, ctxs: [{title, text}, …]}"
 #: Behind the passage, where small models follow it.
 ASKING = "\n\nTask: ask a question about the context.\nQuestion:"
 #: Passages that are asked about in one batch, the beginning of each, and tokens of a question.
@@ -105,13 +100,7 @@ def read_questions(path: Path, chunker: Chunker) -> tuple[list[str], list[Group]
 
     Raises :class:`InvalidInputError`.
     """
-    try:
-        text = regular_files.read_text(path, MAX_BYTES, follow=True, encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8"
-        raise InvalidInputError(
-            f"--questions {path} cannot be read ({reason}); expected a text file of {FORMS}"
-        ) from exc
+    text = read_text(path, f"a text file of {FORMS}")
     if not text.strip():
         raise InvalidInputError(f"--questions {path} is empty; expected {FORMS}")
     if text.lstrip()[0] not in "[{":
@@ -119,47 +108,19 @@ def read_questions(path: Path, chunker: Chunker) -> tuple[list[str], list[Group]
     alone: list[str] = []
     groups: dict[tuple[TrainingPassage, ...], list[Asked]] = {}
     parts: dict[str, list[str]] = {}
-    for number, record in enumerate(_records(text, path), 1):
-        question, passages = _fields(record, f"record {number} of {path}")
+    for number, record in enumerate(records_in(text, path, FORMS), 1):
+        where = f"record {number} of {path}"
+        question = record.get("question")
+        if not isinstance(question, str) or not question.strip():
+            raise InvalidInputError(f"{where} has no question, expected {FORMS}")
+        passages = passage_texts(record, where) if record.get("ctxs") else []
         for passage in passages:
             if passage not in parts:
                 parts[passage] = [chunk.text for chunk in chunker.split(passage)]
         texts = [text for passage in passages for text in parts[passage]]
         if texts:
             given = tuple(TrainingPassage(text) for text in dict.fromkeys(texts))
-            groups.setdefault(given, []).append(Asked(question))
+            groups.setdefault(given, []).append(Asked(question.strip()))
         else:
-            alone.append(question)
+            alone.append(question.strip())
     return alone, [Group(given, tuple(asked), path.stem) for given, asked in groups.items()]
-
-
-def _records(text: str, path: Path) -> list[Any]:
-    found: list[Any] = []
-    for part in [text] if text.lstrip().startswith("[") else text.split("\n"):
-        if not part.strip():
-            continue
-        try:
-            value = json.loads(part)
-        except (ValueError, RecursionError) as exc:
-            raise InvalidInputError(
-                f"--questions {path} is not JSON ({exc}); expected {FORMS}"
-            ) from exc
-        found += value if isinstance(value, list) else [value]
-    return found
-
-
-def _fields(record: Any, where: str) -> tuple[str, list[str]]:
-    if not isinstance(record, dict) or not isinstance(record.get("question"), str):
-        raise InvalidInputError(f"{where} is {quoted(record, 60)}, expected {{question, ctxs}}")
-    passages = record.get("ctxs") or []
-    if not isinstance(passages, list):
-        raise InvalidInputError(
-            f"{where} has ctxs {quoted(passages, 60)}, expected a list of {{text}}"
-        )
-    texts = [each.get("text", "") if isinstance(each, dict) else each for each in passages]
-    question = record["question"].strip()
-    if not question or not all(isinstance(each, str) for each in texts):
-        raise InvalidInputError(
-            f"{where} has an empty question or a passage without text; complete it or leave it out"
-        )
-    return question, [text for text in texts if text.strip()]

@@ -8,13 +8,12 @@ are taken (CacheBlend §7.1), nearest first.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -25,16 +24,15 @@ from blendrag.corpus.embedder import Embedder, check_embedder, embedder_of
 from blendrag.corpus.retriever import Retriever
 from blendrag.errors import InvalidInputError
 from blendrag.model.tokens import Tokens
-from blendrag.store import regular_files
 from blendrag.store.identity import digest_fields
 from blendrag.text.chunking import Chunker
 from blendrag.text.matches import MIN_LETTERS, is_recognisable
+from blendrag_lab.qa_records import Record, passage_texts, read_text, records_in
 from blendrag_lab.synthetic.generator import Split
 from blendrag_lab.synthetic.questions import contexts
 
 #: The measure that is a question's score: whole answers, words found, or the longest common subsequence.
 Metric = Literal["accuracy", "f1", "rouge_l"]
-Record = Mapping[str, Any]
 #: A question and its answer.
 Turn = tuple[str, str]
 #: Question → chunks in the order of the prompt.
@@ -47,8 +45,6 @@ SYNTHETIC = "synthetic"
 GENERATED_TOKENS, FILE_TOKENS = 64, 512
 #: More questions than a generated context has of any kind.
 ALL_QUESTIONS = 1000
-#: Size limit of a file.
-MAX_BYTES = 4096 * regular_files.MIB
 FORMS = "{question, answers, ctxs} or {context, input, answers}"
 #: LongBench's tasks whose answers are summaries.
 SUMMARIES = ("multi_news", "multinews", "samsum", "gov_report", "qmsum", "vcsum")
@@ -202,36 +198,12 @@ def read_dataset(
 
 
 def read_records(path: Path) -> list[Record]:
-    try:
-        # utf-8-sig: Windows editors begin files with a mark.
-        text = regular_files.read_text(path, MAX_BYTES, follow=True, encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as exc:
-        reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8"
-        raise InvalidInputError(
-            f"dataset {path} cannot be read ({reason}); expected synthetic, code, long, tables, chat, or "
-            f"a JSON or JSON lines file of {FORMS}"
-        ) from exc
-    is_list = text.lstrip().startswith("[")
-    found: list[Record] = []
-    # Not splitlines: strings may contain U+2028 unescaped.
-    for number, part in enumerate([text] if is_list else text.split("\n"), 1):
-        if not part.strip():
-            continue
-        try:
-            value = json.loads(part)
-        except (ValueError, RecursionError) as exc:
-            line = number + exc.lineno - 1 if isinstance(exc, json.JSONDecodeError) else number
-            raise InvalidInputError(
-                f"line {line} of dataset {path} is not JSON ({exc}); expected one list, or one record a "
-                f"line, of {FORMS}; questions alone are for blendrag calibrate --questions"
-            ) from exc
-        found += value if is_list else [value]
-    for number, record in enumerate(found, 1):
-        if not isinstance(record, Mapping):
-            raise InvalidInputError(
-                f"record {number} of {path} is of type {type(record).__name__}, expected {FORMS}"
-            )
-    return found
+    """Raises :class:`InvalidInputError`."""
+    expected = (
+        f"synthetic, code, long, tables, chat, or a JSON or JSON lines file of {FORMS}; questions alone are "
+        "for blendrag calibrate --questions"
+    )
+    return records_in(read_text(path, expected), path, expected)
 
 
 def _metric_of(record: Record, path: Path) -> Metric:
@@ -254,24 +226,7 @@ def text_field(record: Record, name: str, where: str) -> str:
 def _texts(record: Record, where: str) -> list[str]:
     if "ctxs" not in record:
         return [text_field(record, "context", where)]
-    named = passages_of(record, where)
-    return [f"{title}\n{text}" if title else text for title, text in named]
-
-
-def passages_of(record: Record, where: str) -> list[tuple[str, str]]:
-    """Title, which may be empty, and text of each passage in ``ctxs``."""
-    passages = record.get("ctxs")
-    if not isinstance(passages, list) or not passages:
-        raise InvalidInputError(
-            f"{where} has an empty chunk list, expected ctxs: [{{title, text}}, …]; leave it out"
-        )
-    found = []
-    for passage in passages:
-        given = {"text": passage} if isinstance(passage, str) else passage
-        if not isinstance(given, Mapping) or not isinstance(given.get("text"), str):
-            raise InvalidInputError(f"{where} has a passage without text, expected {{title, text}}")
-        found.append((str(given.get("title") or "").strip(), given["text"]))
-    return found
+    return passage_texts(record, where)
 
 
 def _question(record: Record, where: str, metric: Metric) -> str:

@@ -21,7 +21,8 @@ from blendrag.demo import demo_corpus_path, demo_questions
 from blendrag.errors import InvalidInputError
 from blendrag.text.limited_reading import read_documents
 from blendrag.text.readers import Document
-from blendrag_lab.evaluation.datasets import passages_of, read_records, text_field
+from blendrag_lab.evaluation.datasets import read_records, text_field
+from blendrag_lab.qa_records import passages_of
 
 _HERE = Path(__file__).parent
 #: Questions of each generated set.

@@ -129,8 +129,14 @@ def test_interrupted_training_goes_on(
             "no passages are given for 'Where is it?'",
         ),
         (("--questions", "broken.jsonl", "--model", "MODEL"), "is not JSON"),
-        (("--questions", "empty.jsonl", "--model", "MODEL"), "has an empty question"),
-        (("--questions", "text.jsonl", "--model", "MODEL"), "has ctxs 'a', expected a list"),
+        (
+            ("--questions", "empty.jsonl", "--model", "MODEL"),
+            "record 1 of empty.jsonl has no question",
+        ),
+        (
+            ("--questions", "text.jsonl", "--model", "MODEL"),
+            "has an empty chunk list, expected ctxs: [{title, text}",
+        ),
         (("--questions", "number.jsonl", "--model", "MODEL"), "a passage without text"),
         (("--model", "MODEL", "--store", "none"), "ingest first"),
         (("--model", "MODEL", "--from", "none"), "there is no writer 'none'"),

@@ -637,6 +637,10 @@ def test_questions_of_records_with_the_same_passages_are_asked_together(tmp_path
     path.write_text(json.dumps([*records, {"question": "Who else?", "ctxs": ctxs[:2]}]))
     _, groups = read_questions(path, Chunker(adapter.tokens.text, 64))
     assert [len(group.asked) for group in groups] == [3, 1]
+    titled = [{"title": "Mills", "text": passage(n).text} for n in range(3)]
+    path.write_text(json.dumps([{"question": "Who moved the works?", "ctxs": titled}]))
+    _, (under_title,) = read_questions(path, Chunker(adapter.tokens.text, 64))
+    assert all(each.text.startswith("Mills\n") for each in under_title.passages)
     material = Material(adapter.tokens, (groups[0],), 3, 3, 64)
     assert len(material.draw(random.Random(0), is_short=False).questions) == 3
 

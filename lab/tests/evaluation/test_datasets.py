@@ -128,7 +128,7 @@ def test_invalid_json_is_named_by_file_and_line(tmp_path, text, line):
     path = tmp_path / "x.jsonl"
     with pytest.raises(InvalidInputError) as caught:
         read_text(path, text)
-    assert f"line {line} of dataset {path} is not JSON (" in str(caught.value)
+    assert f"line {line} of {path} is not JSON (" in str(caught.value)
     assert "questions alone are for blendrag calibrate --questions" in str(caught.value)
     assert tiny.one_sentence(str(caught.value))
 
