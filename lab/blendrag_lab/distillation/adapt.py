@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from blendrag.corpus.embedder import Embedder
@@ -31,7 +32,7 @@ from blendrag.store import regular_files
 from blendrag_lab.distillation.forwards import Forwards
 from blendrag_lab.distillation.material import Group, Material, Similar, split, with_questions
 from blendrag_lab.distillation.memory import needs_of
-from blendrag_lab.distillation.prompts import ChunkPrompt
+from blendrag_lab.distillation.prompts import ChunkPrompt, TrainingPassage
 from blendrag_lab.distillation.questions import ask_model, question_in
 from blendrag_lab.distillation.report import AdaptReport, write_card
 from blendrag_lab.distillation.trainer import (
@@ -50,6 +51,8 @@ QUESTIONS = "questions.json"
 QUESTIONS_PER_PROMPT, MAX_QUESTIONS = 2, 300
 #: Most questions of a held-out prompt, and prompts drawn for each that has questions of its own.
 HELD_OUT_QUESTIONS, HELD_OUT_DRAWS = 2, 4
+#: Passages between two lines of progress.
+EMBEDDED_AT_ONCE = 256
 #: About the most tokens between two chunks, with the name of a document, and of a question with what is
 #: around it.
 SEPARATING_TOKENS, TAIL_TOKENS = 16, 128
@@ -207,9 +210,12 @@ def _similar(
         return lambda some: None
     assert corpus.embedder is not None
     passages = [*dict.fromkeys(passage for group in groups for passage in group.passages)]
-    texts, names = [p.text for p in passages], [p.name for p in passages]
-    say("embedding passages", 0, len(texts))
-    vectors = dict(zip(passages, corpus.embedder.embed(texts, names), strict=True))
+    vectors: dict[TrainingPassage, np.ndarray] = {}
+    for at in range(0, len(passages), EMBEDDED_AT_ONCE):
+        say("embedding passages", at, len(passages))
+        some = passages[at : at + EMBEDDED_AT_ONCE]
+        texts, names = [passage.text for passage in some], [passage.name for passage in some]
+        vectors |= zip(some, corpus.embedder.embed(texts, names), strict=True)
 
     def among(some: Sequence[Group]) -> Similar:
         found = dict.fromkeys(passage for group in some for passage in group.passages)
