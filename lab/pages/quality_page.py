@@ -47,8 +47,8 @@ from lab.pages.writers_page import (
     TIMES,
     WRITERS,
     frontiers,
+    model_of,
     timed_by,
-    writer_of,
     writer_runs,
     writers_text,
 )
@@ -285,19 +285,19 @@ def load_pretrained(folder: Path) -> dict[str, ByTask]:
     found: dict[str, ByTask] = {}
     for path in sorted(folder.glob("*.json")):
         result = load_result(path)
-        asked = shlex.split(result.commands[0])
-        model = Path(asked[asked.index("--model") + 1]).name
-        found.setdefault(model, {})[result.rows[0].dataset] = fidelities(result.rows)
+        found.setdefault(model_of(result.commands[0]), {})[result.rows[0].dataset] = fidelities(
+            result.rows
+        )
     return found
 
 
 def load_written(folder: Path) -> dict[str, ByTask]:
-    """What was measured with writers, by writer and task. Times are of the run that is there for them."""
+    """How chunks are encoded, by model and task. Times are of the run that is there for them."""
     found: dict[str, ByTask] = {}
     times: dict[str, list[Fidelity]] = {}
     for path in sorted(folder.glob("*.json")):
         result = load_result(path)
-        name, points = writer_of(result.commands[0]), fidelities(result.rows)
+        name, points = model_of(result.commands[0]), fidelities(result.rows)
         if path.stem == f"{name}-{TIMES}":
             times[name] = points
         else:
@@ -342,7 +342,7 @@ def main(
     if schemas:
         kind, runs = SCHEMAS, schema_runs
     elif writers is not None:
-        kind, runs = WITH_WRITERS, writer_runs
+        kind, runs = WITH_WRITERS, partial(writer_runs, writers=writers)
     asked = {} if page_only else runs(model or (), questions or (), contexts)
     for done, (name, commands) in enumerate(asked.items()):
         left = ", ".join([*asked][done:])

@@ -20,7 +20,7 @@ WRITERS = "WRITERS"
 #: The run that times the ways of a model, and its questions.
 TIMES, TIMED_QUESTIONS = "ttft", 6
 _COMMAND = (
-    f"blendrag eval --model {MODELS}/{{0}} --writer {WRITERS}/{{0}} --encode-after 2 --dataset {{1}} "
+    f"blendrag eval --model {MODELS}/{{0}}{{5}} --encode-after 2 --dataset {{1}} "
     "--dtype bfloat16 --policies {4} --chunks 6 --chunk-tokens 512 --contexts {2} --max-new-tokens {3} "
     "--fidelity --json"
 )
@@ -41,25 +41,26 @@ _PICTURE = (
 
 
 def writer_runs(
-    models: Sequence[Path], questions: Sequence[Path], contexts: int
+    models: Sequence[Path], questions: Sequence[Path], contexts: int, writers: Path
 ) -> dict[str, tuple[str, ...]]:
-    """Commands by the name of their run: each model with its writer on each file of questions, on each task
-    where nothing is recomputed, and one that is there for the times."""
+    """Commands by the name of their run: each model, with its writer if there is one, on each file of
+    questions, on each task where nothing is recomputed, and one that is there for the times."""
     files = [path.name for path in questions]
     asked = {**dict.fromkeys(files, _FRONTIER), **dict.fromkeys(TASKS, REUSE)}
     runs: dict[str, tuple[str, ...]] = {}
     for name in (path.name for path in models):
+        writer = f" --writer {WRITERS}/{name}" if (writers / name).is_dir() else ""
         for source, ways in asked.items():
-            made = _COMMAND.format(name, source, contexts, 32, ways)
+            made = _COMMAND.format(name, source, contexts, 32, ways, writer)
             runs[f"{name}-{Path(source).stem}"] = (made,)
         timed = next(iter(asked)), TIMED_QUESTIONS, 1, _FRONTIER
-        runs[f"{name}-{TIMES}"] = (_COMMAND.format(name, *timed),)
+        runs[f"{name}-{TIMES}"] = (_COMMAND.format(name, *timed, writer),)
     return runs
 
 
-def writer_of(command: str) -> str:
+def model_of(command: str) -> str:
     words = shlex.split(command)
-    return Path(words[words.index("--writer") + 1]).name
+    return Path(words[words.index("--model") + 1]).name
 
 
 def timed_by(points: Sequence[Fidelity], times: Sequence[Fidelity]) -> list[Fidelity]:

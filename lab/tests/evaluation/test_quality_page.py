@@ -35,7 +35,7 @@ from lab.pages.quality_page import (
     load_written,
     main,
 )
-from lab.pages.writers_page import frontiers, writers_text
+from lab.pages.writers_page import frontiers, model_of, writer_runs, writers_text
 from lab.tests.evaluation.invented import baseline, row
 
 if TYPE_CHECKING:
@@ -317,6 +317,7 @@ def test_writers_are_compared_by_commands_without_paths_and_times_have_their_own
     results = copy_page(tmp_path) / "writers"
     shutil.rmtree(results, ignore_errors=True)
     model, writers = tmp_path / "tiny", tmp_path / "made"
+    (writers / "tiny").mkdir(parents=True)
     given = ("--out", tmp_path, "--model", model, "--writers", writers)
     more = ("--questions", tmp_path / "asked.json", "--contexts", 3)
     assert invoke_program(main, *given, *more).exit_code == 0
@@ -345,6 +346,13 @@ def test_writers_are_compared_by_commands_without_paths_and_times_have_their_own
     assert curve(panel, "query") == ([0.05, 0.2], [0.5, 0.8])
     assert curve(panel, "query+writer") == ([0.05, 0.2], [0.7, 0.85])
     assert "WRITERS" in writers_text({})
+
+
+def test_a_model_without_a_writer_is_measured_over_chunks_after_similar_ones(tmp_path):
+    (command,) = writer_runs([Path("tiny")], [Path("a.json")], 3, tmp_path)["tiny-a"]
+    options = parsed(command)
+    assert (options["writer"], options["encode_after"]) == (None, 2)
+    assert model_of(command) == "tiny"
 
 
 def test_an_interrupted_page_says_which_runs_are_left(tmp_path, monkeypatch):
