@@ -110,8 +110,9 @@ class KVNamespace:
 
     def warnings(self) -> list[str]:
         """What an ingest says before it begins."""
-        writer, after = self.writer.is_given and self.writer.writer(), self.recipe.encode_after
-        if not writer or writer.encode_after in (None, after):
+        writer = self.writer.writer() if self.writer.is_given else None
+        after = self.recipe.encode_after
+        if writer is None or writer.encode_after in (None, after):
             return self._unlike_corpus()
         return [
             *self._unlike_corpus(),
