@@ -203,13 +203,15 @@ class Arena:
         writer: Path | None = None,
         fidelity: bool = False,
         encode_after: int = 0,
+        prompt_template: str | None = None,
     ) -> None:
         """``seed`` of the bootstrap and of the order of ways; ``max_new_tokens``: default by the dataset's
         metric; ``kv_encoding`` of stored chunks; ``as_schema``: prompts are those of a schema whose modules
         are the chunks; ``writer``: every way that loads chunks is also asked over chunks that it encodes;
         ``fidelity``: only full prefill answers, the other ways are compared with it and have no score;
         ``encode_after``: the ways that load chunks are also asked over chunks that are encoded after so many
-        similar ones of the dataset."""
+        similar ones of the dataset; ``prompt_template``: prompts are worded as ``ask`` words them with it,
+        by default as suits the metric."""
         if as_schema and any(case.history for case in dataset.cases):
             raise InvalidInputError(
                 "cases of a chat cannot be asked with --schema; name another --dataset"
@@ -224,7 +226,11 @@ class Arena:
         self.seed = seed
         self.kv_encoding = kv_encoding
         self.as_schema = as_schema
-        self._wording = wording_for(adapter.tokens.tokenizer, dataset.metric)
+        self._wording = (
+            Wording.of(prompt_template)
+            if prompt_template
+            else wording_for(adapter.tokens.tokenizer, dataset.metric)
+        )
         self.max_new_tokens = max_new_tokens or NEW_TOKENS[dataset.metric]
         self._keys = {case.case_id: self._key(case) for case in dataset.cases}
         self._largest_chunk = self._check_lengths()

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Cache, LogitsProcessor, LogitsProcessorList
 
 from blendrag.demo import demo_model_path
-from blendrag.engine import BlendEngine, Options
+from blendrag.engine import BlendEngine, Options, rendering
 from blendrag.engine.rendering import SEPARATOR, render
 from blendrag.engine.request import Prompt, RagPrompt, SchemaPrompt
 from blendrag.errors import CorpusError
@@ -38,6 +38,12 @@ class Wording:
     as they were ingested, so that the engine recognises them."""
 
     template: str
+
+    @classmethod
+    def of(cls, prompt_template: str) -> Wording:
+        """That of the option ``prompt_template``."""
+        template = prompt_template.replace(rendering.CONTEXT, CONTEXT)
+        return cls(template.replace(rendering.QUESTION, QUESTION))
 
     def prompt(self, chunks: Sequence[str], question: str) -> str:
         """The message; ``chunks`` may be empty."""

@@ -33,7 +33,8 @@ QUICK_QUESTIONS = 10
 @reporting
 @options.takes(
     "model", "writer", "encode_after", "embedder", "kv_encoding", "dtype", "device", "trust_remote_code",
-    "max_new_tokens",
+    "max_new_tokens", "prompt_template",
+    prompt_template="asks for short answers, or for a summary",
 )  # fmt: skip
 def evaluate(
     context: typer.Context,
@@ -173,7 +174,7 @@ def evaluate(
     ways = look_up(ways, store or settings().store, identity.namespace)
     arena = Arena(
         adapter, made, ways, seed, given["max_new_tokens"], kept_as, schema, encoder, fidelity,
-        given["encode_after"] or 0,
+        given["encode_after"] or 0, given["prompt_template"] or settings().prompt_template,
     )  # fmt: skip
     rows = _run(arena, out)
     if json:

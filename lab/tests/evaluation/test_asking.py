@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import tiny
 from blendrag.engine import Options
-from blendrag.engine.rendering import render
+from blendrag.engine.rendering import build_rag_prompt, render
 from blendrag.engine.request import RagPrompt
 from blendrag.errors import InvalidInputError
 from blendrag.fusor.selection import POLICIES
@@ -23,6 +23,7 @@ from blendrag_lab.evaluation.asking import (
     DEMO,
     SHORT_ANSWER,
     SUMMARY,
+    Wording,
     ask,
     prompt_of,
     wording_for,
@@ -89,6 +90,12 @@ def test_the_demo_model_reads_what_it_was_trained_on():
     assert wording_for(tiny.tokenizer(), "accuracy") == SHORT_ANSWER
     assert wording_for(tiny.tokenizer(), "rouge_l") == SUMMARY
     assert "passages. Answer with the answer alone" in SHORT_ANSWER.template
+
+
+def test_a_prompt_template_words_prompts_as_ask_does():
+    own = "Passages:\n\n{context}\n\nAnswer {question} from them."
+    asked = build_rag_prompt("Who?", ["One.", "Two."], template=own).text
+    assert Wording.of(own).prompt(["One.", "Two."], "Who?") == asked
 
 
 @pytest.mark.parametrize("wording", [DEMO, SHORT_ANSWER, SUMMARY], ids=("demo", "short", "summary"))

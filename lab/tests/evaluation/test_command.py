@@ -103,6 +103,22 @@ def test_a_file_is_asked_over_its_own_passages_or_an_ingested_corpus(model, tmp_
     assert "or {question, answers} with --store" in sentence
 
 
+def test_prompts_are_worded_by_the_option_or_the_environment(model, tmp_path, monkeypatch):
+    out = tmp_path / "kept.jsonl"
+    args = small(model, "--policies", "full", "--questions", "1", "--out", str(out))
+
+    def kept(*more: str) -> int:
+        rows(*args, *more)
+        return len(out.read_text().splitlines())
+
+    short = kept()
+    worded = kept("--prompt-template", "{context} So: {question}")
+    assert worded == 2 * short  # asked anew
+    monkeypatch.setenv("BLENDRAG_PROMPT_TEMPLATE", "{context} So: {question}")
+    assert kept() == worded
+    assert kept("--prompt-template", "{context} Then: {question}") == 3 * short
+
+
 def test_a_task_is_in_the_rows_and_in_every_kept_answer(model, tmp_path):
     out = tmp_path / "kept.jsonl"
     task = (
