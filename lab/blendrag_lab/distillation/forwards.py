@@ -4,8 +4,9 @@
 
     teacher   head + chunks + question   stock, one causal prefill; then its greedy answer
     student   head                stock
-              each chunk          with the writer, directly behind the prefix, or behind the prefix and
-                                  similar chunks, which are stock; then keys move to their places
+              each chunk          with the writer, directly behind the prefix; where chunks are encoded after
+                                  similar ones, the mean of that and behind prefix and similar chunks, which
+                                  are stock; keys move to their places
               all other tokens    stock, over that KV
 
 All questions of a prompt share its chunks: their rows are in one forward, and none sees another question.
@@ -237,22 +238,14 @@ class Forwards:
         numbered.sort(key=lambda each: len(each[1].ids))
         chunks = [chunk for _, chunk, _ in numbered]
         contexts = [context for _, _, context in numbered]
-        size = self.encode_batch or len(chunks)
         begins = [self._head(head) for head in heads]
-        encoded = []
-        for start in range(0, len(chunks), size):
-            before, places_before = self._before(contexts[start : start + size])
-            with self._in_own_precision() if writes else self._stock():
-                encoded.append(self._encoded(chunks[start : start + size], before, places_before))
-        skip = len(self._prefix_ids)
-        at = [p for chunk in chunks for p in range(chunk.position, chunk.end)]
-        own = [
-            skip + len(context) + n
-            for chunk, context in zip(chunks, contexts, strict=True)
-            for n in range(len(chunk.ids))
-        ]
-        repositioner = self.adapter.repositioner
-        tables = repositioner.tables(self._tensor(at) - self._tensor(own))
+        encoded = self._placed(chunks, [()] * len(chunks), writes)
+        if any(contexts):
+            behind = self._placed(chunks, contexts, writes)
+            encoded = [
+                ((keys + more_keys) / 2, (values + more_values) / 2)
+                for (keys, values), (more_keys, more_values) in zip(encoded, behind, strict=True)
+            ]
         # where each prompt's tokens stand among those of all heads, then of all chunks
         sources: list[list[int]] = [[] for _ in prompts]
         places: list[list[int]] = [[] for _ in prompts]
@@ -271,18 +264,43 @@ class Forwards:
         index, shape = self._tensor(filled).flatten(), (len(prompts), longest)
         layers: list[LayerKV] = []
         for layer in range(len(begins[0])):
-            parts = [torch.cat([each[layer][part] for each in encoded], dim=-2) for part in (0, 1)]
-            turning = repositioner.part(layer)
-            parts[turning] = repositioner.rotated(parts[turning], layer, tables)
             keys, values = (
                 torch.cat([*(head[layer][n] for head in begins), part], dim=-2)
                 .index_select(-2, index)
                 .unflatten(-2, shape)[0]
                 .transpose(0, 1)
-                for n, part in enumerate(parts)
+                for n, part in enumerate(encoded[layer])
             )
             layers.append((keys, values))
         return layers, padded
+
+    def _placed(
+        self, chunks: Sequence[Segment], contexts: Sequence[tuple[int, ...]], writes: bool
+    ) -> list[LayerKV]:
+        """KV of ``chunks``, one after the other, each ``[1, Hkv, n, D]``, encoded behind the prefix and its
+        context and moved to its place."""
+        size = self.encode_batch or len(chunks)
+        encoded = []
+        for start in range(0, len(chunks), size):
+            before, places_before = self._before(contexts[start : start + size])
+            with self._in_own_precision() if writes else self._stock():
+                encoded.append(self._encoded(chunks[start : start + size], before, places_before))
+        skip = len(self._prefix_ids)
+        at = [p for chunk in chunks for p in range(chunk.position, chunk.end)]
+        own = [
+            skip + len(context) + n
+            for chunk, context in zip(chunks, contexts, strict=True)
+            for n in range(len(chunk.ids))
+        ]
+        repositioner = self.adapter.repositioner
+        tables = repositioner.tables(self._tensor(at) - self._tensor(own))
+        layers: list[LayerKV] = []
+        for layer in range(len(encoded[0])):
+            parts = [torch.cat([each[layer][part] for each in encoded], dim=-2) for part in (0, 1)]
+            turning = repositioner.part(layer)
+            parts[turning] = repositioner.rotated(parts[turning], layer, tables)
+            layers.append((parts[0], parts[1]))
+        return layers
 
     def _padded(self, places: Sequence[Places]) -> tuple[Places, int]:
         """Places ``[B, n]`` of several prompts, padded at the end, and ``n``."""

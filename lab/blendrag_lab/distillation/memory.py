@@ -88,6 +88,8 @@ def needs_of(
     behind = chunk * (material.similar.most if material.similar is not None else 0)
     pairs = chunk * (chunk + forwards.prefix_tokens + behind)
     chunk_bytes = int(per_token * chunk + per_behind * behind + per_pair * pairs)
+    if behind:  # and once alone
+        chunk_bytes += int(per_token * chunk + per_pair * chunk * (chunk + forwards.prefix_tokens))
     prompt_bytes = LOGITS_COPIES * logits_bytes
     prompt_bytes += 4 * adapter.layout.size_bytes(chunk * material.top_k)
     prompt_bytes += int(per_token * rows + per_pair * rows * chunk * material.top_k)

@@ -124,7 +124,8 @@ def _encoding_s(kv: KVNamespace, scheduler: Scheduler, new: list[Chunk]) -> floa
     checking_s = kv.model.decode_weights.expected_s(step_s)
     if verdict is None:
         checking_s += gate.expected_s(adapter, token_s, step_s)
-    times = 1 + min(kv.recipe.encode_after, len(new))  # each is computed after others
+    after = min(kv.recipe.encode_after, len(new))
+    times = 2 + after if after else 1  # each is computed alone and after others
     return checking_s + opening_s + token_s * times * sum(chunk.tokens for chunk in new)
 
 

@@ -286,6 +286,9 @@ class KVValidity:
     ) -> ChunkKV:
         """KV of ``ids`` after ``prefix``, computed by the model that ``namespace`` names.
 
+        With a ``context`` it is the mean of two computations, alone and behind the context: of models that
+        carry much from one chunk to the next, the context alone brings in what prompts without it lack.
+        Records of running states have no mean, so theirs is computed behind the context only.
         ``encoder``: another method of the model than ``encode``. ``exact``: by the model alone, for the
         beginnings of prompts; chunks are encoded by the recipe, after a :meth:`context`.
         Raises :class:`IdentityChangedError` if the loaded model is no longer that one, and
@@ -296,12 +299,15 @@ class KVValidity:
             self._require(namespace, recipe)
             writer = "" if exact else recipe.writer
             encode: Callable[..., ChunkKV] = encoder or self._adapter.encode
-            if context and recipe.encode_after and not exact:
-                encode = partial(encode, context_ids=context)
-            else:
-                context = ()
+            if not context or not recipe.encode_after or exact:
+                with self._with_writer(writer, len(prefix), len(ids)):
+                    return self.encoded(encode(prefix, ids))
             with self._with_writer(writer, len(prefix) + len(context), len(ids)):
-                return self.encoded(encode(prefix, ids))
+                kv = encode(prefix, ids, context_ids=context)
+            if not kv.layout.has_states:
+                with self._with_writer(writer, len(prefix), len(ids)):
+                    kv = kv.mean_with(encode(prefix, ids))
+            return self.encoded(kv)
 
     def context(
         self, others: Iterable[Sequence[int]], tokens: int, is_long: bool = False

@@ -118,6 +118,8 @@ class ModelIdentity:
             # earlier versions had no recipes
             if name not in ("writer", "encode_after") or value:
                 fields += [name.encode(), str(value).encode()]
+        if self.encode_after:
+            fields.append(b"mean")  # earlier versions kept what was computed behind similar chunks
         return digest_fields(fields)
 
 

@@ -168,6 +168,11 @@ class ChunkKV:
                     f"layer {i} is {tuple(layer.shape)} {layer.dtype}, expected {expected} {dtype}"
                 )
 
+    def mean_with(self, other: ChunkKV) -> ChunkKV:
+        """The mean of this and what was computed of the same chunk behind other text, at its positions."""
+        pairs = zip(self.layers, other.layers, strict=True)
+        return replace(self, layers=[((a.float() + b.float()) / 2).to(a.dtype) for a, b in pairs])
+
     @property
     def size_bytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
