@@ -693,7 +693,10 @@ def stored_kv(
     reader = used.store.open(namespace, key, layout, len(ids))
     if reader is None:
         return None
-    layers = [torch.empty(layout.layer_shape(i, len(ids))) for i in range(len(layout.layers))]
+    layers = [
+        torch.empty(layout.layer_shape(i, len(ids)), dtype=layout.layer_dtype(i))
+        for i in range(len(layout.layers))
+    ]
     for i, layer in enumerate(layers):
         reader.read_layer(i, layer)
     reader.close()

@@ -55,9 +55,9 @@ def ask(engine: BlendEngine, **options: Any) -> tuple[torch.Tensor, int]:
 
 
 @contextmanager
-def encoded(engine: BlendEngine) -> Iterator[dict[Ids, Ids]]:
+def encoded(engine: BlendEngine, has_mean: bool = True) -> Iterator[dict[Ids, Ids]]:
     """The context of each chunk that is encoded, by its ids. Fails for what is encoded twice, but for once
-    behind a context and then alone."""
+    behind a context and then alone, which it requires with ``has_mean``."""
     found: dict[Ids, Ids] = {}
     alone: set[Ids] = set()
     adapter, kv = engine.adapter, engine.kv_namespace
@@ -78,7 +78,7 @@ def encoded(engine: BlendEngine) -> Iterator[dict[Ids, Ids]]:
         yield found
     finally:
         adapter.encode = real  # type: ignore[method-assign]
-    assert alone == {ids for ids, context in found.items() if context}
+    assert alone == {ids for ids, context in found.items() if context and has_mean}
 
 
 def ids_of(engine: BlendEngine, text: str) -> Ids:
@@ -125,6 +125,20 @@ def test_stored_kv_is_the_mean_of_alone_and_behind_the_neighbours_moved_back(
                 turning = made.layout.layers[i].split(there)[made.repositioner.part(i)]
                 made.repositioner.rotate_(turning, i, back)  # from where it was
                 assert (layer - (alone.layers[i] + there) / 2).abs().max() < 1e-4
+
+
+def test_a_hybrid_models_chunks_are_encoded_behind_their_neighbours_only(tmp_path: Path) -> None:
+    with tiny.engine(tiny.family("falcon_h1"), tmp_path / "store", encode_after=1) as engine:
+        with encoded(engine, has_mean=False) as contexts:
+            ingest(engine)
+        made, prefix = engine.adapter, engine.kv_namespace.corpus.prefix_ids
+        for ids, context in contexts.items():
+            kv = tiny.stored_kv(engine, ids)
+            assert kv is not None
+            assert context
+            with made.lock:
+                behind = made.encode(prefix, ids, context_ids=context)
+            assert all(map(torch.equal, kv.layers, behind.layers))
 
 
 def test_a_writer_is_active_in_the_chunk_and_not_in_its_neighbours(tmp_path: Path) -> None:
