@@ -125,7 +125,8 @@ def _encoding_s(kv: KVNamespace, scheduler: Scheduler, new: list[Chunk]) -> floa
     if verdict is None:
         checking_s += gate.expected_s(adapter, token_s, step_s)
     after = min(kv.recipe.encode_after, len(new))
-    times = 2 + after if after else 1  # each is computed alone and after others
+    # each is computed after others, and also alone where that has a mean
+    times = 1 + after + (after > 0 and not adapter.layout.has_states)
     return checking_s + opening_s + token_s * times * sum(chunk.tokens for chunk in new)
 
 
