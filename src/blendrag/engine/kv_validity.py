@@ -286,9 +286,9 @@ class KVValidity:
     ) -> ChunkKV:
         """KV of ``ids`` after ``prefix``, computed by the model that ``namespace`` names.
 
-        With a ``context`` it is the mean of two computations, alone and behind the context: of models that
-        carry much from one chunk to the next, the context alone brings in what prompts without it lack.
-        Records of running states have no mean, so theirs is computed behind the context only.
+        With a ``context`` it is the mean of two computations, alone and behind the context, because a chunk
+        has then read less of what its prompts do not contain (docs/encode-after.md). Records of running
+        states have no mean, so models with such states compute it behind the context only.
         ``encoder``: another method of the model than ``encode``. ``exact``: by the model alone, for the
         beginnings of prompts; chunks are encoded by the recipe, after a :meth:`context`.
         Raises :class:`IdentityChangedError` if the loaded model is no longer that one, and
