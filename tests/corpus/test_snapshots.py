@@ -190,7 +190,7 @@ def test_what_was_learned_is_neither_published_nor_replaced(
     assert share(one, remote, bucket).named == 3
     follow(two, remote)
     with Corpus.open(two) as corpus:
-        assert corpus.sources()[0] == "doc1.md"
+        assert corpus.sources() == ["doc1.md"]
         assert [entry.text.split()[2] for entry in corpus.entries.all(LEARNED)] == ["two"]
     assert not any(b"private" in path.read_bytes() for path in bucket.rglob("*") if path.is_file())
 

@@ -10,12 +10,14 @@ from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 import tiny
 import writers
 from blendrag.config import AUTO, CALIBRATED, DEFAULT_POLICY
+from blendrag.corpus.documents import LEARNED, Entry, NewEntry
 from blendrag.engine import BlendEngine, CalibrationOptions, CalibrationReport, Options
 from blendrag.engine.planner import _calibrated
 from blendrag.errors import (
@@ -48,6 +50,7 @@ from blendrag.planning.calibrate import (
     sample_questions,
 )
 from blendrag.store.records import Records
+from blendrag.text.chunking import Chunk, learned_id
 
 RATIO = 0.2
 FIRST, *OTHERS = CANDIDATES
@@ -470,6 +473,19 @@ def test_a_sample_takes_neighbours_along_and_is_repeatable(engine):
         for own in texts:
             at = [own.index(chunk) for chunk in asked.chunks if chunk in own]
             assert not at or at == list(range(at[0], at[0] + len(at)))  # in reading order
+
+
+def test_passages_learned_from_prompts_are_not_in_the_sample(tmp_path):
+    """They would be plain text in the prompt: only their own scope recognises them."""
+    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
+        engine.ingest([tiny.document(0)]).whole()
+        corpus = engine.require_corpus()
+        before = list(sample_corpus(corpus, 6, 4))
+        text = "The board of Quillon Works alone knows the price. " * 4
+        chunk = Chunk(text, 0, len(text), 40, learned_id("acme", text))
+        entry = Entry(chunk.chunk_id, text, parent=LEARNED)
+        corpus.entries.put([NewEntry(entry, chunk, "digest", np.zeros(0))])
+        assert list(sample_corpus(corpus, 6, 4)) == before
 
 
 def test_no_prompt_is_measured_twice(engine, monkeypatch):

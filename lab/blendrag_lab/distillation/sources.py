@@ -91,8 +91,7 @@ def _of_store(
             "that model, or --documents"
         )
     groups = documents_as_groups(
-        (source, PurePath(source).name, [chunk.text for chunk in corpus.chunks_of(source)])
-        for source in corpus.sources()
+        (source, PurePath(source).name, texts) for source, texts in _texts_of(corpus).items()
     )
     chunker = Chunker(tokens.text, manifest.chunk_tokens)
     alone, records = _questions(questions, chunker)
@@ -110,6 +109,15 @@ def _of_store(
         )
     sizes = manifest.chunk_tokens, top_k, after
     return TrainingCorpus((*made, *records), manifest.prefix_ids, *sizes, embedder)
+
+
+def _texts_of(corpus: Corpus) -> dict[str, list[str]]:
+    """Texts of the chunks by source, in the order of their document. Entries with one source are together."""
+    found = {s: [chunk.text for chunk in corpus.chunks_of(s)] for s in corpus.file_sources()}
+    entries = corpus.entries.read(corpus.entries.ids())
+    for entry, chunk in sorted(entries, key=lambda each: (each[0].source, each[0].start)):
+        found.setdefault(entry.source, []).append(chunk.text)
+    return found
 
 
 def _of_documents(

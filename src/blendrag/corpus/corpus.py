@@ -197,10 +197,10 @@ class Corpus:
     # -- documents ----------------------------------------------------------------------------
 
     def sources(self) -> list[str]:
-        """Sources of all documents, sorted."""
-        return sorted(
-            row[1] for (row,) in self.file.sound_rows((database.DOCUMENT,), "NOT INDEXED")
-        )
+        """Sources of all documents and entries, sorted, without passages that were learned from prompts."""
+        condition = f"NOT INDEXED WHERE {documents.NOT_LEARNED}"
+        rows = self.file.sound_rows((database.DOCUMENT,), condition, documents.LEARNED)
+        return sorted(row[1] for (row,) in rows)
 
     def file_sources(self) -> list[str]:
         """Sources of the documents that are no entries, sorted."""
@@ -273,8 +273,7 @@ class Corpus:
 
         Those do not bind the manifest: they are encoded again as it says.
         """
-        learned = "SELECT document FROM entry WHERE parent = ?"
-        query = f"SELECT 1 FROM document WHERE id NOT IN ({learned}) LIMIT 1"
+        query = f"SELECT 1 FROM document WHERE {documents.NOT_LEARNED} LIMIT 1"
         return self.file.known(query, lambda: bool(self.file.rows(query, documents.LEARNED)))
 
     def __bool__(self) -> bool:

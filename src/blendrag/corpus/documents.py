@@ -43,6 +43,8 @@ from blendrag.text.recognition import chunk_hashes
 #: Parent of the entries that were learned from prompts. Their ids are those of their chunks, which name the
 #: scope (:func:`blendrag.text.chunking.learned_id`).
 LEARNED = "learned from prompts"
+#: Condition on rows of ``document``, with :data:`LEARNED` as its parameter.
+NOT_LEARNED = "id NOT IN (SELECT document FROM entry WHERE parent = ?)"
 #: Parameters of one statement at most.
 _BATCH = 500
 

@@ -26,6 +26,7 @@ from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.database import DIRECTORY, DOCUMENT, EmptyDatabase
 from blendrag.corpus.documents import (
     LEARNED,
+    NOT_LEARNED,
     Record,
     delete_documents,
     end_change,
@@ -522,8 +523,7 @@ class _State:
 
     @classmethod
     def of(cls, corpus: Corpus, parts: int) -> _State:
-        not_learned = "WHERE id NOT IN (SELECT document FROM entry WHERE parent = ?)"
-        rows = corpus.file.sound_rows((DOCUMENT,), not_learned, LEARNED)
+        rows = corpus.file.sound_rows((DOCUMENT,), f"WHERE {NOT_LEARNED}", LEARNED)
         return cls({row[1]: row[3] for (row,) in rows}, max(1, parts))
 
     def of_part(self, at: int) -> str:

@@ -1,0 +1,42 @@
+"""Material for a writer: what of a store is trained on, and how it is grouped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+import tiny
+from blendrag.corpus.corpus import Corpus
+from blendrag.corpus.documents import LEARNED, Entry, NewEntry
+from blendrag.text.chunking import Chunk, chunk_id_of, learned_id
+from blendrag_lab.distillation.sources import corpus_of
+
+
+def put(corpus: Corpus, entry: Entry, chunk_id: str = "") -> None:
+    chunk = Chunk(entry.text, 0, len(entry.text), 20, chunk_id or chunk_id_of(entry.text))
+    learned = entry.parent == LEARNED
+    vector = np.zeros(0) if learned else np.eye(1, corpus.vectors.dim(), dtype=np.float32)[0]
+    corpus.entries.put([NewEntry(entry, chunk, "digest", vector)])
+
+
+def test_entries_of_one_document_are_a_group_and_learned_passages_are_in_none(
+    tmp_path: Path,
+) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "s") as engine:
+        engine.ingest([tiny.document(0)]).whole()
+        corpus, tokens = engine.require_corpus(), engine.adapter.tokens
+        for number in (2, 0, 1):
+            text = f"Part {number} of the report on the mill of Garth. " * 3
+            put(corpus, Entry(f"id{number}", text, {"source": "/reports/mill.md"}, start=number))
+        private = "The board of Quillon Works alone knows the price. " * 3
+        chunk_id = learned_id("acme", private)
+        put(corpus, Entry(chunk_id, private, parent=LEARNED), chunk_id)
+    made = corpus_of(tokens, tmp_path / "s", (), ())
+    groups = [
+        {(each.name, each.text[:6]) for each in group.passages}
+        for group in made.groups
+        if group.passages[0].name == "mill.md"
+    ]
+    assert groups == [{("mill.md", f"Part {n}") for n in range(3)}]
+    assert not any("Quillon" in each.text for group in made.groups for each in group.passages)
