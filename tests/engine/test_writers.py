@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,12 +26,20 @@ from blendrag.engine.library import Entry
 from blendrag.engine.planner import HEAD_ONLY
 from blendrag.engine.rendering import build_rag_prompt
 from blendrag.engine.request import RagPrompt
+from blendrag.engine.store_writer import kept_writer
 from blendrag.errors import ModelLoadError
 from blendrag.model.writer import MARK, WEIGHTS, Writer, mark_as_writer
 from blendrag.planning.controller import EXACT_PREFIX
 from blendrag.store import maintenance, writer_files
 
 NUMBERS = (0, 1)
+Damage = Callable[[Path], object]
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
 
 
 @pytest.fixture(scope="module")
@@ -372,6 +381,84 @@ def test_an_archive_leaves_out_a_writer_that_cannot_be_read(root: Path, tmp_path
     ]
 
 
+@pytest.mark.parametrize("damage", [Path.unlink, flip, lambda file: file.write_bytes(b"")])
+def test_an_import_replaces_a_damaged_writer(root: Path, tmp_path: Path, damage: Damage) -> None:
+    archive, other = tmp_path / "kv.tar", tmp_path / "other"
+    maintenance.export_archive(root, archive)
+    maintenance.import_archive(other, archive)
+    (fingerprint,) = writer_files.kept_in(root)
+    file = writer_files.path_of(other, fingerprint)
+    damage(file)
+    report = maintenance.import_archive(other, archive)
+    assert (report.is_complete, report.writers) == (True, 1)
+    assert file.read_bytes() == writer_files.read(root, fingerprint)
+
+
+@pytest.mark.parametrize("damage", [flip, lambda file: file.write_bytes(b"")])
+def test_an_archive_leaves_out_a_damaged_writer(root: Path, tmp_path: Path, damage: Damage) -> None:
+    (fingerprint,) = writer_files.kept_in(root)
+    damage(writer_files.path_of(root, fingerprint))
+    report = maintenance.export_archive(root, tmp_path / "kv.tar")
+    assert report.writers == 0
+    assert report.payloads > 0
+    (left_out,) = report.left_out
+    assert left_out.startswith(f"{writer_files.member_of(fingerprint)}: the writer is damaged")
+    assert maintenance.import_archive(tmp_path / "other", tmp_path / "kv.tar").is_complete
+
+
+def test_an_import_rejects_a_damaged_writer_and_keeps_a_whole_one(
+    root: Path, tmp_path: Path
+) -> None:
+    archive, other = tmp_path / "kv.tar", tmp_path / "other"
+    maintenance.export_archive(root, archive)
+    (fingerprint,) = writer_files.kept_in(root)
+    whole = writer_files.read(root, fingerprint)
+    archive.write_bytes(archive.read_bytes().replace(whole[-64:], bytes(64)))
+    report = maintenance.import_archive(other, archive)
+    assert (report.is_complete, report.writers, report.stopped) == (False, 0, "")
+    assert report.imported > 0
+    (rejected,) = report.rejected
+    assert rejected.startswith(f"{writer_files.member_of(fingerprint)}: the writer is damaged")
+    assert writer_files.kept_in(other) == []
+    report = maintenance.import_archive(root, archive)  # which has it
+    assert (report.is_complete, report.writers) == (True, 1)
+    assert writer_files.read(root, fingerprint) == whole
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e5m2"])
+def test_the_file_of_a_writer_is_verified_for_every_dtype(folder: Path, dtype: str) -> None:
+    like = getattr(torch, dtype)
+    given = Writer.load(folder)
+    parts = {
+        name: part._replace(down=part.down.to(like), up=part.up.to(like))
+        for name, part in given.parts.items()
+    }
+    made = Writer(parts, "a model")
+    data = made.to_bytes()
+    assert writer_files.is_whole(data, made.fingerprint)
+    assert Writer.from_bytes(data, "the copy").fingerprint == made.fingerprint
+    assert writer_files.is_whole(data, given.fingerprint) == (dtype == "float32")
+
+
+def test_a_writer_is_whole_if_an_engine_would_take_it(root: Path) -> None:
+    (fingerprint,) = writer_files.kept_in(root)
+    file = writer_files.path_of(root, fingerprint)
+    data = replace(kept_writer(root, fingerprint), model_id="someone/model").to_bytes()
+    generator, seen = random.Random(1), set()
+    header = generator.sample(range(8 + int.from_bytes(data[:8], "little")), 60)
+    for place in [*header, *generator.sample(range(len(data)), 10), data.index(b"someone/model")]:
+        changed = bytearray(data)
+        changed[place] ^= 1 << generator.randrange(8)
+        file.write_bytes(changed)
+        try:
+            is_taken = kept_writer(root, fingerprint) is not None
+        except ModelLoadError:
+            is_taken = False
+        assert writer_files.has_whole(root, fingerprint) == is_taken, place
+        seen.add(is_taken)
+    assert seen == {True, False}  # the name of the model changes no KV
+
+
 # -- writers that nothing needs any more --------------------------------------------------------------
 
 
@@ -464,14 +551,6 @@ def test_a_dry_run_names_the_writer(root: Path, folder: Path) -> None:
 
 
 # -- a writer that is lost or wrong -----------------------------------------------------------------
-
-Damage = Callable[[Path], object]
-
-
-def flip(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 1
-    file.write_bytes(data)
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, flip, lambda file: file.write_bytes(b"")])

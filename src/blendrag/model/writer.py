@@ -30,8 +30,7 @@ from blendrag.model.checked_files import SIZES_MIB, check_adapter_files
 from blendrag.model.fingerprint import hash_bytes
 from blendrag.model.sharing import only_here
 from blendrag.store import regular_files
-from blendrag.store.identity import digest_fields
-from blendrag.store.writer_files import MAX_MIB
+from blendrag.store.writer_files import MAX_MIB, TensorDigest, about_in, fingerprint_of
 from blendrag.wording import quoted
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -65,6 +64,10 @@ class LowRank(NamedTuple):
         """Inputs and outputs of the layer."""
         return self.down.shape[1], self.up.shape[0]
 
+    @property
+    def digests(self) -> list[TensorDigest]:
+        return [TensorDigest(tuple(t.shape), str(t.dtype), hash_bytes(t)) for t in self[1:]]
+
 
 @dataclass(frozen=True)
 class Writer:
@@ -80,13 +83,7 @@ class Writer:
     @cached_property
     def fingerprint(self) -> str:
         """64 hex digits over names, scales, shapes, dtypes and bytes: everything that changes stored KV."""
-        fields = [b"writer"]
-        for name, (scale, down, up) in sorted(self.parts.items()):
-            fields += [name.encode(), repr(scale).encode()]
-            for tensor in (down, up):
-                what = f"{tuple(tensor.shape)} {tensor.dtype}"
-                fields += [what.encode(), hash_bytes(tensor)]
-        return digest_fields(fields)
+        return fingerprint_of((name, part.scale, part.digests) for name, part in self.parts.items())
 
     @property
     def rank(self) -> int:
@@ -152,8 +149,7 @@ class Writer:
     def from_bytes(cls, data: bytes, name: str) -> Writer:
         """What :meth:`to_bytes` made; ``name`` says in errors what it is. Raises :class:`ModelLoadError`."""
         try:
-            size = int.from_bytes(data[:8], "little")
-            about = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["writer"])
+            about = about_in(data)
             tensors = safetensors.torch.load(data)
             parts = {
                 layer: LowRank(float(scale), tensors[f"{layer}.A"], tensors[f"{layer}.B"])

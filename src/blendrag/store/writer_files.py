@@ -1,6 +1,7 @@
 """The files of writers in a store: ``writers/<fingerprint>.safetensors``, each written whole.
 
-What is in them is read by :mod:`blendrag.model.writer`, which compares it with the fingerprint.
+What is in them is read by :mod:`blendrag.model.writer`, which compares it with the fingerprint, as
+:func:`is_whole` does without torch.
 """
 
 from __future__ import annotations
@@ -8,12 +9,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import xxhash
 
 from blendrag.store import regular_files
 from blendrag.store.durable import named_errors, sync_directory
-from blendrag.store.identity import is_name, require_name
+from blendrag.store.identity import digest_fields, is_name, require_name
 
 DIRECTORY = "writers"
 _ENDING = ".safetensors"
@@ -21,6 +27,60 @@ _ENDING = ".safetensors"
 MAX_MIB = 8 << 10
 #: Largest record of how a namespace's model was loaded.
 MAX_RECORD_MIB = 16
+#: Names of dtypes in torch by those in safetensors: all that the weights of a writer may have.
+_DTYPES = {
+    "F64": "torch.float64", "F32": "torch.float32", "F16": "torch.float16", "BF16": "torch.bfloat16",
+    "F8_E5M2": "torch.float8_e5m2",
+}  # fmt: skip
+
+
+class TensorDigest(NamedTuple):
+    """What a fingerprint covers of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch names it."""
+    digest: bytes
+    """xxh3-128 over its bytes."""
+
+
+def fingerprint_of(parts: Iterable[tuple[str, float, Sequence[TensorDigest]]]) -> str:
+    """64 hex digits over the names, scales and tensors of a writer's layers."""
+    fields = [b"writer"]
+    for name, scale, tensors in sorted(parts):
+        fields += [name.encode(), repr(scale).encode()]
+        for tensor in tensors:
+            fields += [f"{tensor.shape} {tensor.dtype}".encode(), tensor.digest]
+    return digest_fields(fields)
+
+
+def about_in(data: bytes) -> dict[str, Any]:
+    """What the file of a writer says besides its tensors: model, ``encode_after``, and scales by layer.
+
+    Raises :class:`ValueError`, :class:`LookupError` or :class:`TypeError` for other bytes.
+    """
+    size = int.from_bytes(data[:8], "little")
+    about: dict[str, Any] = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["writer"])
+    return about
+
+
+def is_whole(data: bytes, fingerprint: str) -> bool:
+    """Whether ``data`` is the undamaged file of that writer."""
+    try:
+        about, tensors = about_in(data), dict(safetensors.deserialize(data))
+        parts = [
+            (name, float(scale), [_digest_of(tensors[f"{name}.{half}"]) for half in "AB"])
+            for name, scale in about["scales"].items()
+        ]
+        return "model" in about and fingerprint_of(parts) == fingerprint
+    except Exception:  # forged bytes raise all kinds
+        return False
+
+
+def _digest_of(tensor: dict[str, Any]) -> TensorDigest:
+    """``tensor``: as safetensors reads it."""
+    digest = xxhash.xxh3_128_digest(tensor["data"])
+    return TensorDigest(tuple(tensor["shape"]), _DTYPES[tensor["dtype"]], digest)
 
 
 def path_of(root: Path, fingerprint: str) -> Path:
@@ -55,6 +115,14 @@ def is_kept(root: Path, fingerprint: str) -> bool:
 def read(root: Path, fingerprint: str) -> bytes:
     """Raises :class:`OSError`."""
     return regular_files.read_bytes(path_of(root, fingerprint), MAX_MIB * regular_files.MIB)
+
+
+def has_whole(root: Path, fingerprint: str) -> bool:
+    """Whether the file of a writer is there, can be read and is undamaged."""
+    try:
+        return is_whole(read(root, fingerprint), fingerprint)
+    except OSError:
+        return False
 
 
 def sha256_of(root: Path, fingerprint: str) -> str:

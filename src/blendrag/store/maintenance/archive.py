@@ -5,11 +5,13 @@
     blendrag-store-export.json           first: versions of the archive and of the KV format
     pinned/<namespace>/<key>.kv          payloads as in the store, the pinned ones first
     kv/<namespace>/<key>.kv
+    writers/<fingerprint>.safetensors
     complete.json                        last: counts, so that a cut archive is noticed
 
 Limit, calibrations and corpus are not exported. Equal stores give equal bytes: no time, user or host
 is written. An import accepts exactly these names as plain files, and verifies header and layers of
-every payload. Checksums do not stop a forger: import archives only from trusted sources.
+every payload, and the fingerprint of every writer. Checksums do not stop a forger: import archives only
+from trusted sources.
 """
 
 from __future__ import annotations
@@ -50,6 +52,10 @@ LAST = "complete.json"
 _VERSIONS = {"blendrag_store_export": 1, "kv_format": FORMAT_VERSION}
 _MAX_JSON_BYTES = 4096
 _BLOCK = tarfile.BLOCKSIZE
+_DAMAGED_WRITER = (
+    "the writer is damaged, expected the one of this fingerprint; ingest with its directory (--writer), then "
+    "export again"
+)
 _WRITER = re.compile(rf"{writer_files.DIRECTORY}/([0-9a-f]{{64}})\.safetensors", re.ASCII)
 _PAYLOAD = re.compile(r"(kv|pinned)/([0-9a-f]{64})/([0-9a-f]{64})\.kv", re.ASCII)
 
@@ -64,7 +70,7 @@ class ExportReport:
     writers: int = 0
     """Writers, which encoded some of the KV."""
     left_out: list[str] = field(default_factory=list)
-    """Damaged or unreadable payloads, and why."""
+    """Damaged or unreadable payloads and writers, and why."""
 
 
 @dataclass
@@ -79,13 +85,13 @@ class ImportReport:
     writers: int = 0
     """Writers, imported or already there."""
     rejected: list[str] = field(default_factory=list)
-    """Payloads that failed verification, and why."""
+    """Payloads and writers that failed verification, and why."""
     stopped: str = ""
     """Why the archive was not read to its end; empty if it was."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether every payload of the archive is in the store now."""
+        """Whether every payload and writer of the archive is in the store now."""
         return not self.stopped and not self.rejected
 
 
@@ -96,7 +102,7 @@ def export_archive(
 
     What was learned from prompts is private, and only exported by its namespace.
     The archive appears whole or not at all. An archive of an earlier export is replaced, any other
-    file is refused. Damaged payloads are left out. Raises :class:`InvalidInputError`,
+    file is refused. Damaged payloads and writers are left out. Raises :class:`InvalidInputError`,
     :class:`StoreFullError` and :class:`StoreUnavailableError`.
     """
     with opening.open_for_reading(root) as files:
@@ -139,16 +145,7 @@ def _copy(
             done_bytes += size_bytes
             progress(done_bytes, max(total_bytes, done_bytes))
     for fingerprint in writer_files.kept_in(root):
-        try:
-            data = writer_files.read(root, fingerprint)
-        except FileNotFoundError:
-            continue  # no longer needed, and removed meanwhile
-        except OSError as exc:
-            left_out = f"{writer_files.member_of(fingerprint)}: {exc.strerror or exc}"
-            report.left_out.append(left_out)
-            continue
-        _write_member(file, writer_files.member_of(fingerprint), len(data), [data])
-        report.writers += 1
+        _add_writer(file, root, fingerprint, report)
     _write_json(file, LAST, {"payloads": report.payloads, "bytes": report.size_bytes})
     file.write(bytes(2 * _BLOCK))
 
@@ -168,6 +165,22 @@ def _add(file: BinaryIO, files: PayloadFiles, name: Name, pinned: bool) -> int:
         pieces = chain([header.encoded], verified_pieces(header, read))
         _write_member(file, entry.member, entry.size_bytes, pieces)
         return entry.size_bytes
+
+
+def _add_writer(file: BinaryIO, root: Path, fingerprint: str, report: ExportReport) -> None:
+    member = writer_files.member_of(fingerprint)
+    try:
+        data = writer_files.read(root, fingerprint)
+    except FileNotFoundError:
+        return  # no longer needed, and removed meanwhile
+    except OSError as exc:
+        report.left_out.append(f"{member}: {exc.strerror or exc}")
+        return
+    if writer_files.is_whole(data, fingerprint):
+        _write_member(file, member, len(data), [data])
+        report.writers += 1
+    else:
+        report.left_out.append(f"{member}: {_DAMAGED_WRITER}")
 
 
 def _require_replaceable(root: Path, archive: Path) -> None:
@@ -286,10 +299,13 @@ def _take(
 
 
 def _take_writer(root: Path, source: ArchiveReader, fingerprint: str, report: ImportReport) -> None:
-    """Import a writer unless the store has it; an engine compares it with its fingerprint."""
-    if not writer_files.is_kept(root, fingerprint):
-        pieces = iter(partial(source.read, PIECE_BYTES), b"")
-        writer_files.write(root, fingerprint, b"".join(pieces))
+    """Import a writer unless the store has an undamaged copy."""
+    if not writer_files.has_whole(root, fingerprint):
+        data = b"".join(iter(partial(source.read, PIECE_BYTES), b""))
+        if not writer_files.is_whole(data, fingerprint):
+            report.rejected.append(f"{writer_files.member_of(fingerprint)}: {_DAMAGED_WRITER}")
+            return
+        writer_files.write(root, fingerprint, data)
     report.writers += 1
 
 
