@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from blendrag import __version__
 from blendrag.corpus.embedder import Embedder
 from blendrag.engine.neighbours import Neighbours
 from blendrag.errors import InvalidInputError, ModelError
@@ -37,6 +38,7 @@ from blendrag_lab.distillation.questions import ask_model, question_in
 from blendrag_lab.distillation.report import AdaptReport, write_card
 from blendrag_lab.distillation.trainer import (
     CHECKPOINT,
+    OBJECTIVE,
     HeldOut,
     Progress,
     Recipe,
@@ -191,12 +193,13 @@ def run_digest(
     trained: Sequence[str],
 ) -> str:
     """Tells this run from others. ``trained``: names of the trained weights."""
-    texts = [[passage.text for passage in group.passages] for group in corpus.groups]
+    texts = [[(each.name, each.text) for each in group.passages] for group in corpus.groups]
     asked = [[each.question for each in group.asked] for group in corpus.groups]
+    embedder = corpus.embedder.name if corpus.encode_after and corpus.embedder else ""
     parts = [
-        adapter.identity.tensors_fingerprint, repr(recipe), texts, asked, corpus.prefix_ids,
-        corpus.chunk_tokens, corpus.top_k, start.fingerprint if start else "",
-        trained, corpus.encode_after,
+        __version__, OBJECTIVE, adapter.identity.tensors_fingerprint, repr(recipe), texts, asked,
+        corpus.prefix_ids, corpus.chunk_tokens, corpus.top_k, start.fingerprint if start else "",
+        trained, corpus.encode_after, embedder,
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

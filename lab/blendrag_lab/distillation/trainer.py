@@ -28,6 +28,9 @@ from blendrag_lab.distillation.material import Material
 from blendrag_lab.distillation.prompts import ChunkPrompt
 from blendrag_lab.distillation.writer import TrainedWriter
 
+#: Number of the objective. Raise it with every change of how prompts are drawn, of teacher, student, loss or
+#: score that may come without a new version of the package: a run is not continued under another number.
+OBJECTIVE = 1
 #: Weight of the tail's tokens before the answer in the loss.
 QUESTION_WEIGHT = 0.2
 WARMUP_SHARE, FINAL_RATE = 0.05, 0.1
@@ -375,8 +378,8 @@ class Trainer:
             ) from exc
         if not is_own:
             raise InvalidInputError(
-                f"checkpoint {path} is of a run with another model, material or recipe; take another --out, "
-                "or remove it to start over"
+                f"checkpoint {path} is of a run with another model, material, recipe or version of blendrag; "
+                "take another --out, or remove it to start over"
             )
         self._writer.load(weights)
         self._optimizer.load_state_dict(optimizer)

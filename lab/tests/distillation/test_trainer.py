@@ -24,7 +24,13 @@ from blendrag.engine.neighbours import Neighbours
 from blendrag.errors import InvalidInputError, ModelError
 from blendrag.model.writer import FittedWriter, Writer
 from blendrag.text.chunking import Chunker
-from blendrag_lab.distillation.adapt import TrainingCorpus, _similar, adapt, held_out_prompts
+from blendrag_lab.distillation.adapt import (
+    TrainingCorpus,
+    _similar,
+    adapt,
+    held_out_prompts,
+    run_digest,
+)
 from blendrag_lab.distillation.forwards import Forwards
 from blendrag_lab.distillation.material import (
     Asked,
@@ -462,12 +468,34 @@ def test_checkpoint_of_another_run_or_a_damaged_one_is_not_taken(tmp_path: Path)
     adapter = small()
     with pytest.raises(KeyboardInterrupt):
         adapt(adapter, corpus(adapter), recipe(), tmp_path, watch=stop)
-    with pytest.raises(InvalidInputError, match="another model, material or recipe"):
+    with pytest.raises(InvalidInputError, match="another model, material, recipe or version"):
         adapt(adapter, corpus(adapter), recipe(seed=1), tmp_path)
     content = (tmp_path / CHECKPOINT).read_bytes()
     (tmp_path / CHECKPOINT).write_bytes(content[: len(content) // 2])
     with pytest.raises(InvalidInputError, match="is damaged"):
         adapt(adapter, corpus(adapter), recipe(), tmp_path)
+
+
+def test_run_of_another_version_objective_embedder_or_name_is_another_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    adapter = small()
+    given = corpus(adapter)
+
+    def digest(**changes: Any) -> str:
+        return run_digest(adapter, replace(given, **changes), recipe(), None, ())
+
+    first = digest()
+    assert digest(embedder=Embedder("other")) == first  # it embeds nothing
+    of_embedders = {digest(encode_after=1, embedder=Embedder(name)) for name in ("one", "other")}
+    group = given.groups[0]
+    renamed = replace(group, passages=tuple(replace(p, name="other.txt") for p in group.passages))
+    found = {first, *of_embedders, digest(groups=(renamed, *given.groups[1:]))}
+    for name, value in (("__version__", "0.0.1"), ("OBJECTIVE", 0)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"blendrag_lab.distillation.adapt.{name}", value)
+            found.add(digest())
+    assert len(found) == 6
 
 
 @pytest.mark.parametrize("changed", [{"writer": None}, {"progress": {"step": 1, "epoch": 2}}])
