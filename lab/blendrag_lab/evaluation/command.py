@@ -19,6 +19,7 @@ from blendrag.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from blendrag.config import KVEncoding
+    from blendrag.corpus.manifest import Manifest
     from blendrag_lab.evaluation.arena import Arena
     from blendrag_lab.evaluation.rows import ArenaRow
     from blendrag_lab.evaluation.ways import Way
@@ -149,7 +150,9 @@ def evaluate(
         model = given["model"] or settings().model or DEMO_MODEL
     name = absolute_model(model)
     # a bad writer or dataset ends the command before the model loads
-    encoder = _writer(given["writer"], store, schema)
+    manifest = _manifest(store)
+    encoder = _writer(given["writer"], store, manifest, schema)
+    after = _encode_after(given["encode_after"], manifest)
     fingerprint = "" if encoder is None else Writer.load(encoder).fingerprint
     tokens = load_tokens(name, trusts)
     count = contexts or (QUICK_CONTEXTS if quick else CONTEXTS)
@@ -174,7 +177,7 @@ def evaluate(
     ways = look_up(ways, store or settings().store, identity.namespace)
     arena = Arena(
         adapter, made, ways, seed, given["max_new_tokens"], kept_as, schema, encoder, fidelity,
-        given["encode_after"] or 0, given["prompt_template"] or settings().prompt_template,
+        after, given["prompt_template"] or settings().prompt_template,
     )  # fmt: skip
     rows = _run(arena, out)
     if json:
@@ -187,11 +190,22 @@ def evaluate(
     return DONE
 
 
-def _writer(given: Path | None, store: Path | None, as_schema: bool) -> Path | None:
-    """The writer that is asked for, else that of ``BLENDRAG_WRITER``, else that of the store's documents."""
-    from blendrag.config import settings
+def _manifest(store: Path | None) -> Manifest | None:
+    """What the documents of ``store`` were ingested with; ``None`` if it has none."""
     from blendrag.corpus.corpus import Corpus
     from blendrag.corpus.database import DIRECTORY
+
+    if store is None or not (store / DIRECTORY).is_dir():
+        return None
+    with Corpus.open(store, read_only=True) as corpus:
+        return corpus.manifest_or_none
+
+
+def _writer(
+    given: Path | None, store: Path | None, manifest: Manifest | None, as_schema: bool
+) -> Path | None:
+    """The writer that is asked for, else that of ``BLENDRAG_WRITER``, else that of the store's documents."""
+    from blendrag.config import settings
     from blendrag.model.writer import NONE
     from blendrag.store.writer_files import path_of
 
@@ -203,12 +217,19 @@ def _writer(given: Path | None, store: Path | None, as_schema: bool) -> Path | N
             )
         return None
     chosen = given or settings().writer
-    if chosen is None and store is not None and (store / DIRECTORY).is_dir():
-        with Corpus.open(store, read_only=True) as corpus:
-            manifest = corpus.manifest_or_none
-            found = manifest.writer if manifest is not None else ""
-        chosen = path_of(store, found) if found else None
+    if chosen is None and store is not None and manifest is not None and manifest.writer:
+        chosen = path_of(store, manifest.writer)
     return None if chosen is None or str(chosen) == NONE else Path(chosen)
+
+
+def _encode_after(given: int | None, manifest: Manifest | None) -> int:
+    """The number that is asked for, else ``BLENDRAG_ENCODE_AFTER``, else that of the store's documents."""
+    from blendrag.config import settings
+
+    chosen = settings().encode_after if given is None else given
+    if chosen is None and manifest is not None:
+        chosen = manifest.encode_after
+    return chosen or 0
 
 
 def _run(arena: Arena, out: Path | None) -> list[ArenaRow]:

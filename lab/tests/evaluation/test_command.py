@@ -163,6 +163,25 @@ def test_a_writer_is_compared_with_none_and_a_store_brings_its_own(model, tmp_pa
     assert without == {name: of_store[name] for name in ("none", "full", "reuse")}
 
 
+def test_similar_chunks_are_as_many_as_the_option_the_environment_or_the_store_says(
+    model, tmp_path, monkeypatch
+):
+    store, docs = tmp_path / "store", write_documents(tmp_path / "docs", documents=1)
+    assert invoke(*ingest_args(docs, model, store, "--encode-after", "2")).exit_code == 0
+    args = small(model, "--policies", "reuse", "--fidelity", "--questions", "1")
+
+    def ways(*more: str) -> list[str]:
+        found = rows(*args, *more)
+        return [row["policy"] for row in found if row["kind"] == "all"][2:]
+
+    kept = ("--store", str(store))
+    assert ways(*kept) == ["reuse", "reuse+after2"]
+    assert ways(*kept, "--encode-after", "0") == ["reuse"]
+    monkeypatch.setenv("BLENDRAG_ENCODE_AFTER", "1")
+    assert ways(*kept) == ways() == ["reuse", "reuse+after1"]
+    assert ways("--encode-after", "0") == ["reuse"]
+
+
 def test_the_calibration_of_a_store_with_a_writer_is_looked_up(model, tmp_path, monkeypatch):
     given = tiny.llama(num_hidden_layers=3, eos_token_id=639)
     writer, store = str(writers.writer(given, tmp_path / "w")), tmp_path / "store"
