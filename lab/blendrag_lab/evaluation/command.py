@@ -173,7 +173,7 @@ def evaluate(
     )
     adapter.require_blendable()
     kept_as = cast("KVEncoding", given["kv_encoding"] or settings().kv_encoding)
-    identity = adapter.identity.encoded(kept_as).by(ChunkRecipe(fingerprint))
+    identity = adapter.identity.encoded(kept_as).by(ChunkRecipe(fingerprint, after))
     ways = look_up(ways, store or settings().store, identity.namespace)
     arena = Arena(
         adapter, made, ways, seed, given["max_new_tokens"], kept_as, schema, encoder, fidelity,

@@ -15,6 +15,7 @@ import writers
 from blendrag.cli.progress import StatusLine
 from blendrag.config import settings
 from blendrag.corpus.corpus import Corpus
+from blendrag.planning.calibrate import Calibration, calibrations
 from blendrag_lab.evaluation import ways
 from blendrag_lab.evaluation.ways import Way
 from cli.commands import ingest_args, invoke, refused, save_model, write_documents
@@ -199,6 +200,19 @@ def test_the_calibration_of_a_store_with_a_writer_is_looked_up(model, tmp_path, 
         rows(*args, "--contexts", "1", "--questions", "1")
     with Corpus.open(store, read_only=True) as corpus:
         assert asked[0] == corpus.manifest.namespace != asked[1]
+
+
+def test_the_calibration_of_a_store_with_encode_after_is_found(model, tmp_path):
+    store, docs = tmp_path / "store", write_documents(tmp_path / "docs", documents=1)
+    assert invoke(*ingest_args(docs, model, store, "--encode-after", "1")).exit_code == 0
+    with Corpus.open(store, read_only=True) as corpus:
+        namespace = corpus.manifest.namespace
+    found = Calibration("boundary(4)", "boundary(4)", 0.1, 8, 0.0, 1.0, 1.0, 1.0, 0.0)
+    calibrations(store, namespace).keep(found)
+    args = small(model, "--policies", "calibrated", "--ratio", "0.1", "--questions", "1")
+    made = rows(*args, "--store", str(store))
+    chosen = {row["policy"]: row["chosen_by"] for row in made if row["kind"] == "all"}
+    assert chosen["calibrated"] == chosen["calibrated+after1"] == "boundary(4)"
 
 
 def test_a_writer_that_cannot_be_used_is_one_sentence(model, tmp_path):
