@@ -152,8 +152,10 @@ def evaluate(
     # a bad writer or dataset ends the command before the model loads
     manifest = _manifest(store)
     encoder = _writer(given["writer"], store, manifest, schema)
+    writer = None if encoder is None else Writer.load(encoder)
     after = _encode_after(given["encode_after"], manifest)
-    fingerprint = "" if encoder is None else Writer.load(encoder).fingerprint
+    if writer is not None and (why := writer.trained_otherwise(after)):
+        say("warning", f"{why}; give --encode-after {writer.encode_after}")
     tokens = load_tokens(name, trusts)
     count = contexts or (QUICK_CONTEXTS if quick else CONTEXTS)
     if dataset == SYNTHETIC:
@@ -173,7 +175,8 @@ def evaluate(
     )
     adapter.require_blendable()
     kept_as = cast("KVEncoding", given["kv_encoding"] or settings().kv_encoding)
-    identity = adapter.identity.encoded(kept_as).by(ChunkRecipe(fingerprint, after))
+    recipe = ChunkRecipe("" if writer is None else writer.fingerprint, after)
+    identity = adapter.identity.encoded(kept_as).by(recipe)
     ways = look_up(ways, store or settings().store, identity.namespace)
     arena = Arena(
         adapter, made, ways, seed, given["max_new_tokens"], kept_as, schema, encoder, fidelity,

@@ -15,6 +15,7 @@ import writers
 from blendrag.cli.progress import StatusLine
 from blendrag.config import settings
 from blendrag.corpus.corpus import Corpus
+from blendrag.model.writer import mark_as_writer
 from blendrag.planning.calibrate import Calibration, calibrations
 from blendrag_lab.evaluation import ways
 from blendrag_lab.evaluation.ways import Way
@@ -223,6 +224,21 @@ def test_a_writer_that_cannot_be_used_is_one_sentence(model, tmp_path):
     schema = [*reuse, "--schema", "--writer"]
     assert "changes nothing with --schema" in refused(*schema, str(other))
     assert rows(*schema, "none")
+
+
+def test_a_writer_that_was_trained_with_another_encode_after_is_a_warning(model, tmp_path):
+    given = tiny.llama(num_hidden_layers=3, eos_token_id=639)
+    writer = writers.writer(given, tmp_path / "writer")
+    mark_as_writer(writer, "a model", encode_after=1)
+    args = small(model, "--policies", "reuse", "--fidelity", "--writer", str(writer))
+    warnings = []
+    for after in ("0", "1"):
+        result = invoke(*args, "--encode-after", after)
+        assert result.exit_code == 0, result.stderr
+        warnings += [line for line in result.stderr.splitlines() if line.startswith("warning: ")]
+    (warning,) = warnings
+    assert "was trained with encode_after 1, and chunks are encoded with encode_after 0" in warning
+    assert warning.endswith("; give --encode-after 1")
 
 
 def test_tables_and_notes_are_printed(model):

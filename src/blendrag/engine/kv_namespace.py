@@ -111,15 +111,10 @@ class KVNamespace:
     def warnings(self) -> list[str]:
         """What an ingest says before it begins."""
         writer = self.writer.writer() if self.writer.is_given else None
-        after = self.recipe.encode_after
-        if writer is None or writer.encode_after in (None, after):
-            return self._unlike_corpus()
-        return [
-            *self._unlike_corpus(),
-            f"{writer.label} was trained with encode_after {writer.encode_after}, and chunks are encoded "
-            f"with encode_after {after}, so that it helps less; ingest with encode_after "
-            f"{writer.encode_after}",
-        ]
+        told = self._unlike_corpus()
+        if writer is not None and (why := writer.trained_otherwise(self.recipe.encode_after)):
+            told.append(f"{why}; ingest with encode_after {writer.encode_after}")
+        return told
 
     def _unlike_corpus(self) -> list[str]:
         """What the corpus has otherwise than an ingest is asked for: settings of a new corpus, and the recipe

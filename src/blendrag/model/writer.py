@@ -94,6 +94,15 @@ class Writer:
         """For messages."""
         return f"writer {self.fingerprint[:12]} (rank {self.rank}, {len(self.parts)} layers)"
 
+    def trained_otherwise(self, encode_after: int) -> str:
+        """Why it helps less with chunks that are encoded so; empty if it was trained so, or does not say."""
+        if self.encode_after in (None, encode_after):
+            return ""
+        return (
+            f"{self.label} was trained with encode_after {self.encode_after}, and chunks are encoded "
+            f"with encode_after {encode_after}, so that it helps less"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "fingerprint": self.fingerprint,
