@@ -157,12 +157,15 @@ def open_engines(
     kv_encoding: KVEncoding = "native",
     writer: Path | None = None,
     corpus: Sequence[str] = (),
+    embedder: Embedder | None = None,
 ) -> Iterator[Engines]:
     """Engines for chunks of at most ``largest_chunk`` tokens; their stores are removed afterwards.
 
     ``head``: the rendered prompt before its first chunk. Idealised prefix caching keeps native KV.
-    ``writer``: for the ways that have one. ``corpus``: all chunks of the dataset.
+    ``writer``: for the ways that have one. ``corpus``: all chunks of the dataset. ``embedder``: of those
+    among which similar ones are looked for; default: :data:`~blendrag.config.DEFAULT_EMBEDDER`.
     """
+    searching = embedder or Embedder(DEFAULT_EMBEDDER)
     found = dict.fromkeys(encoding for way in ways if (encoding := _encoding(way)) is not None)
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blendrag-eval-")))
@@ -183,7 +186,7 @@ def open_engines(
                 learn=False,
             )
             searches = encoding.encode_after > 0
-            engine.use_embedder(Embedder(DEFAULT_EMBEDDER) if searches else NoEmbedder("none"))
+            engine.use_embedder(searching if searches else NoEmbedder("none"))
             engines[encoding] = stack.enter_context(engine)
         yield Engines(engines, corpus)
 
@@ -204,6 +207,7 @@ class Arena:
         fidelity: bool = False,
         encode_after: int = 0,
         prompt_template: str | None = None,
+        embedder: Embedder | None = None,
     ) -> None:
         """``seed`` of the bootstrap and of the order of ways; ``max_new_tokens``: default by the dataset's
         metric; ``kv_encoding`` of stored chunks; ``as_schema``: prompts are those of a schema whose modules
@@ -211,7 +215,8 @@ class Arena:
         ``fidelity``: only full prefill answers, the other ways are compared with it and have no score;
         ``encode_after``: the ways that load chunks are also asked over chunks that are encoded after so many
         similar ones of the dataset; ``prompt_template``: prompts are worded as ``ask`` words them with it,
-        by default as suits the metric."""
+        by default as suits the metric; ``embedder``: finds the similar chunks, by default
+        :data:`~blendrag.config.DEFAULT_EMBEDDER`."""
         if as_schema and any(case.history for case in dataset.cases):
             raise InvalidInputError(
                 "cases of a chat cannot be asked with --schema; name another --dataset"
@@ -222,6 +227,7 @@ class Arena:
         fingerprint = "" if writer is None else Writer.load(writer).fingerprint
         self.ways = with_recipe(ways, ChunkRecipe(fingerprint, encode_after))
         self._writer = writer
+        self._embedder = embedder
         self.fidelity = fidelity
         self.seed = seed
         self.kv_encoding = kv_encoding
@@ -253,7 +259,7 @@ class Arena:
             corpus = [chunk for case in self.dataset.cases for chunk in case.chunks]
             sizes = self._largest_chunk, self.kv_encoding
             with open_engines(
-                self.adapter, self.ways, head, *sizes, self._writer, corpus
+                self.adapter, self.ways, head, *sizes, self._writer, corpus, self._embedder
             ) as engines:
                 for cases in by_context(pending):
                     engines.hold(cases[0].chunks)

@@ -138,6 +138,7 @@ def evaluate(
         FILE_TOKENS,
         GENERATED_TOKENS,
         SYNTHETIC,
+        embedder_for,
         open_dataset,
         synthetic_dataset,
     )
@@ -158,6 +159,9 @@ def evaluate(
         say("warning", f"{why}; give --encode-after {writer.encode_after}")
     tokens = load_tokens(name, trusts)
     count = contexts or (QUICK_CONTEXTS if quick else CONTEXTS)
+    embedder = None
+    if after or dataset not in (SYNTHETIC, *TASKS):
+        embedder = embedder_for(given["embedder"], store, manifest)
     if dataset == SYNTHETIC:
         asked = questions or (QUICK_QUESTIONS if quick else None)
         size = chunk_tokens or GENERATED_TOKENS
@@ -165,8 +169,9 @@ def evaluate(
     elif dataset in TASKS:
         made = make_task(dataset, tokens, seed, count, chunks, chunk_tokens or FILE_TOKENS)
     else:
+        assert embedder is not None
         path = Path(dataset)
-        made = open_dataset(path, tokens, count, chunks, chunk_tokens, given["embedder"], store)
+        made = open_dataset(path, tokens, count, chunks, chunk_tokens, embedder, store)
     adapter = load_adapter(
         name,
         given["dtype"] or settings().dtype,
@@ -180,7 +185,7 @@ def evaluate(
     ways = look_up(ways, store or settings().store, identity.namespace)
     arena = Arena(
         adapter, made, ways, seed, given["max_new_tokens"], kept_as, schema, encoder, fidelity,
-        after, given["prompt_template"] or settings().prompt_template,
+        after, given["prompt_template"] or settings().prompt_template, embedder,
     )  # fmt: skip
     rows = _run(arena, out)
     if json:

@@ -20,7 +20,8 @@ import numpy as np
 from blendrag.config import DEFAULT_EMBEDDER, settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.database import DIRECTORY
-from blendrag.corpus.embedder import Embedder, check_embedder, embedder_of
+from blendrag.corpus.embedder import GIVEN, Embedder, check_embedder, embedder_of, refuse_given
+from blendrag.corpus.manifest import Manifest
 from blendrag.corpus.retriever import Retriever
 from blendrag.errors import InvalidInputError
 from blendrag.model.tokens import Tokens
@@ -102,29 +103,41 @@ def by_context(cases: Sequence[Case]) -> Iterator[tuple[Case, ...]]:
         yield tuple(group)
 
 
+def embedder_for(named: str | None, store: Path | None, manifest: Manifest | None) -> Embedder:
+    """The embedder of the documents of ``store``; without any, or if their vectors were given by the
+    application, the one that is ``named``, that of the settings, or the default.
+
+    Raises :class:`InvalidInputError` if the documents have another than the one that is named.
+    """
+    if store is not None and manifest is not None:
+        check_embedder(named, manifest, store)
+        if not manifest.embedder.startswith(GIVEN):
+            return embedder_of(manifest, store, named or settings().embedder)
+    return Embedder(named or settings().embedder or DEFAULT_EMBEDDER)
+
+
 def open_dataset(
     path: Path,
     tokens: Tokens,
     n_cases: int,
     n_chunks: int,
     chunk_tokens: int | None,
-    embedder: str | None,
+    embedder: Embedder,
     store: Path | None,
 ) -> Dataset:
-    """Cases of a file; ``store`` is searched for records without texts."""
-    searched = Embedder(embedder or settings().embedder or DEFAULT_EMBEDDER)
+    """Cases of a file; ``store``, whose embedder is ``embedder``, is searched for records without texts."""
     if store is None or not (store / DIRECTORY).is_dir():  # a calibration needs no documents
         chunker = Chunker(tokens.text, chunk_tokens or FILE_TOKENS)
-        return read_dataset(path, chunker, searched, n_cases, n_chunks)
+        return read_dataset(path, chunker, embedder, n_cases, n_chunks)
     with Corpus.open(store, read_only=True) as corpus:
-        check_embedder(embedder, corpus.manifest, store)
-        retriever = Retriever(corpus, embedder_of(corpus.manifest, store, embedder))
+        retriever = Retriever(corpus, embedder)
         chunker = Chunker(tokens.text, chunk_tokens or corpus.manifest.chunk_tokens)
 
         def retrieve(question: str) -> list[str]:
+            refuse_given(corpus.manifest.embedder)
             return [chunk.text for chunk in retriever.retrieve(question, n_chunks)]
 
-        return read_dataset(path, chunker, searched, n_cases, n_chunks, retrieve)
+        return read_dataset(path, chunker, embedder, n_cases, n_chunks, retrieve)
 
 
 def synthetic_dataset(

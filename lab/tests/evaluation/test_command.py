@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,13 @@ def rows(*args: str) -> list[dict[str, Any]]:
     assert result.exit_code == 0, result.stderr
     found: list[dict[str, Any]] = json.loads(result.stdout)
     return found
+
+
+def set_embedder(store: Path, name: str) -> None:
+    """Have the corpus of ``store`` say that its vectors are of that embedder."""
+    with Corpus.open(store) as corpus:
+        manifest = replace(corpus.manifest, embedder=name)
+        corpus.file.set_meta("manifest", manifest.to_json())
 
 
 def test_json_is_a_list_of_rows_by_policy_and_kind(model):
@@ -182,6 +190,40 @@ def test_similar_chunks_are_as_many_as_the_option_the_environment_or_the_store_s
     monkeypatch.setenv("BLENDRAG_ENCODE_AFTER", "1")
     assert ways(*kept) == ways() == ["reuse", "reuse+after1"]
     assert ways("--encode-after", "0") == ["reuse"]
+
+
+def test_similar_chunks_are_found_with_the_embedder_that_is_named_or_set_or_the_stores(
+    model, tmp_path, monkeypatch
+):
+    store, docs = tmp_path / "store", write_documents(tmp_path / "docs", documents=1)
+    assert invoke(*ingest_args(docs, model, store)).exit_code == 0
+    set_embedder(store, "no/stores")
+    asked = small(model, "--policies", "reuse", "--encode-after", "1")
+    kept = ("--store", str(store))
+    assert "embedder 'no/option'" in refused(*asked, "--embedder", "no/option")
+    assert "embedder 'no/stores'" in refused(*asked, *kept)
+    assert "was embedded with 'no/stores'" in refused(*asked, *kept, "--embedder", "no/option")
+    monkeypatch.setenv("BLENDRAG_EMBEDDER", "no/setting")
+    assert "embedder 'no/setting'" in refused(*asked)
+
+
+def test_passages_are_chosen_by_the_embedder_of_the_store_unless_its_vectors_were_given(
+    model, tmp_path
+):
+    store, docs = tmp_path / "store", write_documents(tmp_path / "docs", documents=1)
+    assert invoke(*ingest_args(docs, model, store)).exit_code == 0
+    bare = {"question": "What of Place7?", "answers": ["x"]}
+    passages = [{"title": "", "text": tiny.sentence(i)} for i in range(4)]
+
+    def args(record: dict[str, Any]) -> list[str]:
+        (asked := tmp_path / "own.json").write_text(json.dumps([record]), encoding="utf-8")
+        return small(model, "--policies", "reuse", "--dataset", str(asked), "--store", str(store))
+
+    set_embedder(store, "no/stores")
+    assert "embedder 'no/stores'" in refused(*args({**bare, "ctxs": passages}))
+    set_embedder(store, "given:own")
+    assert rows(*args({**bare, "ctxs": passages}))
+    assert "were given by the application" in refused(*args(bare))
 
 
 def test_the_calibration_of_a_store_with_a_writer_is_looked_up(model, tmp_path, monkeypatch):
