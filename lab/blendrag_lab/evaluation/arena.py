@@ -27,7 +27,7 @@ import torch
 
 import blendrag
 from blendrag.config import DEFAULT_EMBEDDER, KVEncoding
-from blendrag.corpus.embedder import Embedder
+from blendrag.corpus.embedder import Embedder, absolute_embedder
 from blendrag.engine import BlendEngine, Options
 from blendrag.engine.rendering import SEPARATOR, render
 from blendrag.errors import InvalidInputError
@@ -89,7 +89,7 @@ class Engines:
     """Made by :func:`open_engines`; ``engines`` by the encoding of the ways that they answer."""
 
     def __init__(self, engines: Mapping[Encoding, BlendEngine], corpus: Sequence[str]) -> None:
-        """``corpus``: all chunks of the dataset, among which similar ones are looked for."""
+        """``corpus``: each chunk of the dataset once; similar ones are found among them."""
         self._engines, self._corpus = engines, corpus
         self._held: dict[Encoding, list[str]] = {encoding: [] for encoding in engines}
 
@@ -110,7 +110,7 @@ class Engines:
             if encoding.encode_after:
                 if held:
                     continue
-                wanted = _distinct(self._corpus)
+                wanted = list(self._corpus)
             elif held:
                 engine.remove(held)
             if encoding.after == PREFIX:
@@ -154,18 +154,17 @@ def open_engines(
     ways: Sequence[Way],
     head: str,
     largest_chunk: int,
-    kv_encoding: KVEncoding = "native",
-    writer: Path | None = None,
-    corpus: Sequence[str] = (),
-    embedder: Embedder | None = None,
+    kv_encoding: KVEncoding,
+    writer: Path | None,
+    corpus: Sequence[str],
+    embedder: Embedder,
 ) -> Iterator[Engines]:
     """Engines for chunks of at most ``largest_chunk`` tokens; their stores are removed afterwards.
 
     ``head``: the rendered prompt before its first chunk. Idealised prefix caching keeps native KV.
-    ``writer``: for the ways that have one. ``corpus``: all chunks of the dataset. ``embedder``: of those
-    among which similar ones are looked for; default: :data:`~blendrag.config.DEFAULT_EMBEDDER`.
+    ``writer``: for the ways that have one. ``corpus``: each chunk of the dataset once. ``embedder``: finds
+    similar ones among them.
     """
-    searching = embedder or Embedder(DEFAULT_EMBEDDER)
     found = dict.fromkeys(encoding for way in ways if (encoding := _encoding(way)) is not None)
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="blendrag-eval-")))
@@ -186,7 +185,7 @@ def open_engines(
                 learn=False,
             )
             searches = encoding.encode_after > 0
-            engine.use_embedder(searching if searches else NoEmbedder("none"))
+            engine.use_embedder(embedder if searches else NoEmbedder("none"))
             engines[encoding] = stack.enter_context(engine)
         yield Engines(engines, corpus)
 
@@ -225,9 +224,10 @@ class Arena:
         self.adapter = adapter
         self.dataset = dataset
         fingerprint = "" if writer is None else Writer.load(writer).fingerprint
-        self.ways = with_recipe(ways, ChunkRecipe(fingerprint, encode_after))
+        self._embedder = embedder or Embedder(DEFAULT_EMBEDDER)
+        self._corpus = _distinct([chunk for case in dataset.cases for chunk in case.chunks])
+        self.ways = with_recipe(ways, ChunkRecipe(fingerprint, encode_after), self._searched())
         self._writer = writer
-        self._embedder = embedder
         self.fidelity = fidelity
         self.seed = seed
         self.kv_encoding = kv_encoding
@@ -256,10 +256,9 @@ class Arena:
         watch(done, total)
         if pending:
             head = self._wording.head(self.adapter.tokens)
-            corpus = [chunk for case in self.dataset.cases for chunk in case.chunks]
-            sizes = self._largest_chunk, self.kv_encoding
             with open_engines(
-                self.adapter, self.ways, head, *sizes, self._writer, corpus, self._embedder
+                *(self.adapter, self.ways, head, self._largest_chunk, self.kv_encoding),
+                *(self._writer, self._corpus, self._embedder),
             ) as engines:
                 for cases in by_context(pending):
                     engines.hold(cases[0].chunks)
@@ -350,6 +349,12 @@ class Arena:
             *["fidelity"] * self.fidelity,
         )  # fmt: skip
         return digest_fields(field.encode() for field in fields)[:32]
+
+    def _searched(self) -> str:
+        """Digest of all that decides which chunks a chunk is encoded after, besides their number. Their order
+        is part of it, because an ingest searches large corpora in groups."""
+        fields = (absolute_embedder(self._embedder.name), *self._corpus)
+        return digest_fields(field.encode("utf-8", "surrogatepass") for field in fields)[:16]
 
     def _check_lengths(self) -> int:
         """Tokens of the largest chunk. Raises :class:`InvalidInputError` unless every prompt fits."""

@@ -48,6 +48,8 @@ class Way:
     """Fingerprint of the writer that encodes its chunks."""
     encode_after: int = 0
     """Similar chunks that each of its chunks is encoded after."""
+    searched: str = ""
+    """Digest of the chunks among which these are found, and of the embedder."""
 
     @property
     def name(self) -> str:
@@ -62,7 +64,7 @@ class Way:
         ratio = "" if self.ratio is None else repr(self.ratio)
         prefix = {None: "", True: "on", False: "off"}[self.encode_prefix]
         more = [self.writer] if self.writer else []
-        more += [f"after {self.encode_after}"] if self.encode_after else []
+        more += [f"after {self.encode_after}", self.searched] if self.encode_after else []
         return "|".join((self.meaning or self.policy, self.schedule, ratio, prefix, *more))
 
     def options(self, max_new_tokens: int) -> Options:
@@ -106,15 +108,15 @@ def make_ways(
     return tuple(dict.fromkeys(made))
 
 
-def with_recipe(ways: Sequence[Way], recipe: ChunkRecipe) -> tuple[Way, ...]:
+def with_recipe(ways: Sequence[Way], recipe: ChunkRecipe, searched: str) -> tuple[Way, ...]:
     """``ways``, and each that loads chunks also over chunks that the writer of ``recipe`` encodes, that are
-    encoded after similar ones, and both, as far as it has them."""
+    encoded after similar ones, and both, as far as it has them. ``searched``: as in :class:`Way`."""
     loading = [way for way in ways if way.policy not in (*COMPUTING, *PLACED)]
     recipes = dict.fromkeys(
         (writer, after) for after in (0, recipe.encode_after) for writer in ("", recipe.writer)
     )
     return tuple(ways) + tuple(
-        replace(way, writer=writer, encode_after=after)
+        replace(way, writer=writer, encode_after=after, searched=searched if after else "")
         for writer, after in list(recipes)[1:]
         for way in loading
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +13,8 @@ import torch
 
 import tiny
 import writers
-from blendrag.config import DEFAULT_POLICY
+from blendrag.config import DEFAULT_EMBEDDER, DEFAULT_POLICY
+from blendrag.corpus.embedder import Embedder
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.engine.request import RagPrompt
 from blendrag.errors import InvalidInputError, UnsupportedModelError
@@ -275,6 +278,36 @@ def test_chunks_are_also_encoded_after_similar_ones_of_the_whole_dataset(tmp_pat
     assert of["reuse+after1"].token_kl != of["reuse"].token_kl
     everything = of["query+after1"]  # nothing of what was stored is left
     assert everything.kl == pytest.approx(0.0, abs=1e-4)
+
+
+def test_answers_over_chunks_after_similar_ones_are_kept_for_the_chunks_that_were_searched(
+    tmp_path, turns, monkeypatch
+):
+    monkeypatch.setattr(Arena, "_warm_up", lambda *_: None)
+    path = tmp_path / "journal.jsonl"
+
+    def asked(contexts: int, embedder: str = "minilm-offline") -> list[tuple[str, str]]:
+        turns.clear()
+        data = lab.dataset(lab.cases(contexts, 1))
+        after = Arena(
+            lab.adapter(), data, REUSING, max_new_tokens=4, encode_after=1,
+            embedder=Embedder(embedder),
+        )  # fmt: skip
+        after.run(Journal(path))
+        return sorted(turns)
+
+    again = [("0/0", "full"), ("0/0", "reuse")]
+    assert asked(1) == [("0/0", "full"), ("0/0", "none"), *[("0/0", "reuse")] * 2]
+    assert asked(1) == []
+    more = [("1/0", "full"), ("1/0", "none"), *[("1/0", "reuse")] * 2]
+    assert asked(2) == again + more
+    assert asked(2) == asked(1) == []
+    assert asked(1, DEFAULT_EMBEDDER) == again
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    for line in lines:  # as before the key said so
+        line["way_key"] = re.sub(r"\|after 1\|.*", "|after 1", line["way_key"])
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert asked(1) == again
 
 
 def test_a_writer_also_encodes_chunks_after_similar_ones(tmp_path):
