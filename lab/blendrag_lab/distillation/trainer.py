@@ -36,6 +36,8 @@ QUESTION_WEIGHT = 0.2
 WARMUP_SHARE, FINAL_RATE = 0.05, 0.1
 BETAS, MAX_GRADIENT_NORM = (0.9, 0.98), 1.0
 CHECKPOINT = "checkpoint.pt"
+#: Seconds of training that a run which is killed loses at most, and the step that it was in.
+CHECKPOINT_EVERY_S = 60.0
 #: Steps in a row whose loss or gradient is not finite, after which training ends.
 MAX_SKIPPED = 5
 #: KL in nats below which differences hardly count in :attr:`Score.typical_kl`.
@@ -252,6 +254,7 @@ class Trainer:
             self._parameters, lr=recipe.learning_rate, betas=BETAS, weight_decay=0.0
         )
         self._best: dict[str, torch.Tensor] | None = None
+        self._saved_s = 0.0
         self.progress = Progress()
 
     # -- the loop -----------------------------------------------------------------------------------
@@ -267,6 +270,8 @@ class Trainer:
             while self.ending is None:
                 self.step()
                 self._measure_if_due()
+                if self.progress.seconds - self._saved_s >= CHECKPOINT_EVERY_S:
+                    self.save_checkpoint()
                 watch(self.progress)
         except KeyboardInterrupt:
             self.save_checkpoint()
@@ -355,6 +360,7 @@ class Trainer:
             torch.save(state, file)
             file.flush()
         sync_directory(self._out)
+        self._saved_s = self.progress.seconds
 
     def resume(self) -> bool:
         """Go on from the checkpoint; ``False`` without one.
@@ -383,7 +389,7 @@ class Trainer:
             )
         self._writer.load(weights)
         self._optimizer.load_state_dict(optimizer)
-        self._best, self.progress = best, progress
+        self._best, self.progress, self._saved_s = best, progress, progress.seconds
         return True
 
 

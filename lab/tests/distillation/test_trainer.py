@@ -24,6 +24,7 @@ from blendrag.engine.neighbours import Neighbours
 from blendrag.errors import InvalidInputError, ModelError
 from blendrag.model.writer import FittedWriter, Writer
 from blendrag.text.chunking import Chunker
+from blendrag_lab.distillation import trainer
 from blendrag_lab.distillation.adapt import (
     TrainingCorpus,
     _similar,
@@ -196,6 +197,30 @@ def test_resumed_run_ends_with_the_same_weights(
     assert "going on after step 1 of 4" in said
     expected, found = weights(whole[1]), weights(tmp_path)
     assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_killed_run_goes_on_from_a_checkpoint_between_measurements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: tuple[AdaptReport, Path]
+) -> None:
+    real, calls = torch.optim.AdamW.step, []
+
+    def killed(self: torch.optim.AdamW, *more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 4:
+            raise SystemExit  # nothing is saved on the way out
+        return real(self, *more)
+
+    monkeypatch.setattr(trainer, "CHECKPOINT_EVERY_S", 0.0)
+    monkeypatch.setattr(torch.optim.AdamW, "step", killed)
+    adapter = small()
+    with pytest.raises(SystemExit):
+        adapt(adapter, corpus(adapter), recipe(), tmp_path)
+    again = small()
+    said: list[str] = []
+    adapt(again, corpus(again), recipe(), tmp_path, note=said.append)
+    assert "going on after step 3 of 4" in said  # 2 was measured
+    expected, found = weights(whole[1]), weights(tmp_path)
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
