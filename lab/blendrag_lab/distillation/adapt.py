@@ -44,6 +44,7 @@ from blendrag_lab.distillation.trainer import (
     Recipe,
     Score,
     Trainer,
+    read_checkpoint,
 )
 from blendrag_lab.distillation.writer import TrainedWriter
 
@@ -105,6 +106,8 @@ def adapt(
         writer = TrainedWriter(adapter, recipe.rank, recipe.seed, corpus.encode_after)
         try:
             digest = run_digest(adapter, corpus, recipe, start, sorted(writer.parameters))
+            if (saved := read_checkpoint(out, digest)) is not None:
+                note(f"going on after step {saved.progress.step} of {recipe.steps}")
             if start is not None:
                 writer.begin_with(start)
             with writer.stock():
@@ -135,8 +138,8 @@ def adapt(
             trainer = Trainer(
                 writer, forwards, material, held_out, recipe, out, digest, start is not None
             )
-            if trainer.resume():
-                note(f"going on after step {trainer.progress.step} of {recipe.steps}")
+            if saved is not None:
+                trainer.resume(saved)
             progress = trainer.run(lambda progress: watch(progress, before))
             assert progress.best is not None
             assert trainer.ending is not None

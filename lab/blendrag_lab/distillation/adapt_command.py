@@ -153,10 +153,11 @@ def _line(progress: Progress, steps: int, before: Score) -> str:
         text += f" ({progress.skipped} skipped)"
     if recent := [loss for loss in progress.losses[-8:] if loss is not None]:
         text += f", loss {sum(recent) / len(recent):.4f}"
+    without = f"{before.typical_kl:.4f} without a writer"
     if progress.best is None:
-        return f"{text}, held-out KL {before.typical_kl:.4f} without a writer"
+        return f"{text}, held-out KL {without}"
     step, score = progress.best
-    return f"{text}, held-out KL {before.typical_kl:.4f} → {score.typical_kl:.4f} (step {step})"
+    return f"{text}, held-out KL {score.typical_kl:.4f} (step {step}), {without}"
 
 
 def _skipped(report: AdaptReport) -> str:
@@ -167,7 +168,7 @@ def _skipped(report: AdaptReport) -> str:
 def _print(report: AdaptReport) -> None:
     from rich.table import Table
 
-    from blendrag_lab.distillation.report import HEADER, rows_of
+    from blendrag_lab.distillation.report import HEADER, NO_HELP, rows_of
 
     table = Table(box=None, pad_edge=False)
     for name in HEADER:
@@ -181,7 +182,9 @@ def _print(report: AdaptReport) -> None:
         f"{count(progress.step, 'step')}{skipped} in {duration(progress.seconds)}, the best after step "
         f"{report.best_step}; KL in nats per answer token, nothing recomputed",
         f"use it: blendrag ingest DOCUMENTS --model {report.model} --writer {report.out}"
-        f"{report.ingest_options}",
+        f"{report.ingest_options}"
+        if report.helps
+        else f"{NO_HELP} Train with more --steps or on more documents.",
     )
 
 

@@ -12,6 +12,7 @@ from blendrag.store import regular_files
 from blendrag_lab.distillation.trainer import Ending, Progress, Recipe, Score
 from blendrag_lab.distillation.writer import public_name
 
+NO_HELP = "Do not use it yet: held-out answers are farther from full prefill with it than without."
 HEADER = ("", "questions", "mean KL", "median KL", "first token's KL", "agreement", "recovered")
 
 
@@ -42,6 +43,11 @@ class AdaptReport:
     def recovered(self) -> float:
         """Share of the mean KL that the writer removes."""
         return self.after.recovered(self.before)
+
+    @property
+    def helps(self) -> bool:
+        """Whether answers to held-out questions are nearer to full prefill with the writer than without."""
+        return self.after.typical_kl < self.before.typical_kl
 
     def tasks(self) -> dict[str, tuple[Score, Score]]:
         """Before and after, for each task."""
@@ -96,6 +102,12 @@ def _row(name: str, score: Score, before: Score | None = None) -> tuple[str, ...
     return (name, str(score.questions), *(f"{figure:.3f}" for figure in figures), gained)
 
 
+def _named(model_id: str) -> str:
+    """What a reader on another machine gives to ``--model``."""
+    name = public_name(model_id)
+    return name if name == model_id or "/" in name else "MODEL"
+
+
 def write_card(report: AdaptReport) -> None:
     """Replace the text of the card that peft wrote; its header stays."""
     path = report.out / "README.md"
@@ -114,6 +126,8 @@ def _text(report: AdaptReport) -> str:
     after = f" Each chunk was encoded after the {report.encode_after} most similar ones."
     after *= bool(report.encode_after)
     table = [HEADER, ("---",) * len(HEADER), *rows_of(report)]
+    given = f"--model {_named(report.model)} --writer DIRECTORY{report.ingest_options}"
+    use = f"    blendrag ingest DOCUMENTS {given}" if report.helps else NO_HELP
     lines = "\n".join(f"| {' | '.join(row)} |" for row in table)
     return f"""
 # A writer for {model}
@@ -121,7 +135,7 @@ def _text(report: AdaptReport) -> str:
 A LoRA that blendrag activates only while it encodes a chunk of a document. The model that reads the
 question and answers is unchanged: load this directory as a writer, never as an adapter for answering.
 
-    blendrag ingest DOCUMENTS --model {model} --writer DIRECTORY{report.ingest_options}
+{use}
 
 Distilled from the model's own full prefill by `blendrag adapt` (blendrag {__version__}): rank {recipe.rank},
 {progress.step} steps of {recipe.batch} prompts in {progress.seconds / 60:.0f} min{skipped}; learning rate

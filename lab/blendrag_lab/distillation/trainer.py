@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -362,35 +362,50 @@ class Trainer:
         sync_directory(self._out)
         self._saved_s = self.progress.seconds
 
-    def resume(self) -> bool:
-        """Go on from the checkpoint; ``False`` without one.
+    def resume(self, saved: Checkpoint) -> None:
+        self._writer.load(saved.weights)
+        self._optimizer.load_state_dict(saved.optimizer)
+        self._best, self.progress = saved.best, saved.progress
+        self._saved_s = self.progress.seconds
 
-        Raises :class:`InvalidInputError` for that of another run, and for a damaged one.
-        """
-        path = self._out / CHECKPOINT
-        if not path.exists():
-            return False
-        try:
-            state: Any = torch.load(path, map_location="cpu", weights_only=True)
-            is_own = state["run"] == self._digest
-            saved = state["progress"] if is_own else {"scores": ()}
-            scores = tuple((step, score and Score(**score)) for step, score in saved["scores"])
-            progress = Progress(**{**saved, "scores": scores})
-            weights, optimizer, best = state["writer"], state["optimizer"], state["best"]
-        except Exception as exc:  # torch and pickle raise all kinds
-            raise InvalidInputError(
-                f"checkpoint {path} is damaged or of another version of blendrag ({type(exc).__name__}); "
-                "remove it to start over, or take another --out"
-            ) from exc
-        if not is_own:
-            raise InvalidInputError(
-                f"checkpoint {path} is of a run with another model, material, recipe or version of blendrag; "
-                "take another --out, or remove it to start over"
-            )
-        self._writer.load(weights)
-        self._optimizer.load_state_dict(optimizer)
-        self._best, self.progress, self._saved_s = best, progress, progress.seconds
-        return True
+
+class Checkpoint(NamedTuple):
+    """Where an interrupted run goes on."""
+
+    progress: Progress
+    weights: dict[str, torch.Tensor]
+    """The writer's."""
+    optimizer: dict[str, Any]
+    best: dict[str, torch.Tensor] | None
+    """The weights of the best writer that was measured."""
+
+
+def read_checkpoint(out: Path, run_digest: str) -> Checkpoint | None:
+    """The checkpoint in ``out``, if there is one.
+
+    Raises :class:`InvalidInputError` for that of another run, and for a damaged one.
+    """
+    path = out / CHECKPOINT
+    if not path.exists():
+        return None
+    try:
+        state: Any = torch.load(path, map_location="cpu", weights_only=True)
+        is_own = state["run"] == run_digest
+        saved = state["progress"] if is_own else {"scores": ()}
+        scores = tuple((step, score and Score(**score)) for step, score in saved["scores"])
+        progress = Progress(**{**saved, "scores": scores})
+        found = Checkpoint(progress, state["writer"], state["optimizer"], state["best"])
+    except Exception as exc:  # torch and pickle raise all kinds
+        raise InvalidInputError(
+            f"checkpoint {path} is damaged or of another version of blendrag ({type(exc).__name__}); "
+            "remove it to start over, or take another --out"
+        ) from exc
+    if not is_own:
+        raise InvalidInputError(
+            f"checkpoint {path} is of a run with another model, material, recipe or version of blendrag; "
+            "take another --out, or remove it to start over"
+        )
+    return found
 
 
 def _loss_of(found: Deviation) -> torch.Tensor:

@@ -44,6 +44,7 @@ def test_writer_of_documents_is_saved_with_its_report(written: tuple[Path, Resul
     assert "note: training takes about " in result.stderr
     assert "with the writer" in result.stdout
     assert f"--writer {out}" in result.stdout
+    assert "DOCUMENTS --model MODEL --writer" in (out / "README.md").read_text()
     report = json.loads((out / "report.json").read_text())
     assert report["steps"] == 2
     assert report["material"]["groups"] == 5  # the others are held out

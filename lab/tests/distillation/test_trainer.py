@@ -319,6 +319,19 @@ def test_training_ends_when_held_out_prompts_gain_no_more(
     assert report.recovered == 0.5
 
 
+def test_card_of_a_writer_that_does_not_help_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kls = iter([1.0, 1.1])
+    monkeypatch.setattr(HeldOut, "score", lambda self, writes=True: scored(next(kls)))
+    adapter = small()
+    report = adapt(adapter, corpus(adapter), recipe(steps=1), tmp_path)
+    assert not report.helps
+    card = (tmp_path / "README.md").read_text()
+    assert "Do not use it yet" in card
+    assert "blendrag ingest" not in card
+
+
 class Broken:
     """Makes the answer's KL of some prompts that are trained on NaN, or its gradient infinite."""
 
@@ -493,8 +506,16 @@ def test_checkpoint_of_another_run_or_a_damaged_one_is_not_taken(tmp_path: Path)
     adapter = small()
     with pytest.raises(KeyboardInterrupt):
         adapt(adapter, corpus(adapter), recipe(), tmp_path, watch=stop)
+    said: list[str] = []
     with pytest.raises(InvalidInputError, match="another model, material, recipe or version"):
-        adapt(adapter, corpus(adapter), recipe(seed=1), tmp_path)
+        adapt(
+            adapter,
+            corpus(adapter),
+            recipe(seed=1),
+            tmp_path,
+            say=lambda text, done, total: said.append(text),
+        )
+    assert not said  # before anything is computed
     content = (tmp_path / CHECKPOINT).read_bytes()
     (tmp_path / CHECKPOINT).write_bytes(content[: len(content) // 2])
     with pytest.raises(InvalidInputError, match="is damaged"):
