@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from blendrag import __version__
+from blendrag.config import of_variable
 from blendrag.corpus.embedder import Embedder
 from blendrag.engine.neighbours import Neighbours
 from blendrag.errors import InvalidInputError, ModelError
@@ -31,7 +32,14 @@ from blendrag.model.adapter import ModelAdapter
 from blendrag.model.writer import Writer
 from blendrag.store import regular_files
 from blendrag_lab.distillation.forwards import Forwards
-from blendrag_lab.distillation.material import Group, Material, Similar, split, with_questions
+from blendrag_lab.distillation.material import (
+    MIN_PROMPT_CHUNKS,
+    Group,
+    Material,
+    Similar,
+    split,
+    with_questions,
+)
 from blendrag_lab.distillation.memory import needs_of
 from blendrag_lab.distillation.prompts import ChunkPrompt, TrainingPassage
 from blendrag_lab.distillation.questions import ask_model, question_in
@@ -99,8 +107,8 @@ def adapt(
     """
     adapter.require_fusing()
     require_unfinished(out)
-    train, held = split(corpus.groups, recipe.seed)
     _require_fitting_prompts(adapter, corpus, recipe)
+    train, held = split(corpus.groups, recipe.seed)
     out.mkdir(parents=True, exist_ok=True)
     with adapter.lock, torch.inference_mode(False):
         writer = TrainedWriter(adapter, recipe.rank, recipe.seed, corpus.encode_after)
@@ -177,6 +185,11 @@ def require_unfinished(out: Path) -> None:
 
 
 def _require_fitting_prompts(adapter: ModelAdapter, corpus: TrainingCorpus, recipe: Recipe) -> None:
+    if corpus.top_k < MIN_PROMPT_CHUNKS:
+        raise InvalidInputError(
+            f"--top-k is {corpus.top_k}{of_variable('top_k', corpus.top_k)}, expected {MIN_PROMPT_CHUNKS} or "
+            "more, because a writer is trained on prompts of several chunks; raise it"
+        )
     limit = adapter.encoded_alike()
     chunks = corpus.top_k * (corpus.chunk_tokens + SEPARATING_TOKENS)
     longest = len(corpus.prefix_ids) + chunks + TAIL_TOKENS + recipe.answer_tokens

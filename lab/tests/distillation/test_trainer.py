@@ -26,7 +26,6 @@ from blendrag.model.writer import FittedWriter, Writer
 from blendrag.text.chunking import Chunker
 from blendrag_lab.distillation import trainer
 from blendrag_lab.distillation.adapt import (
-    TrainingCorpus,
     _similar,
     adapt,
     held_out_prompts,
@@ -657,11 +656,23 @@ def test_too_small_a_corpus_is_refused(tmp_path: Path) -> None:
     adapter = small()
     with pytest.raises(InvalidInputError, match=r"too small to train a writer on: 3 groups"):
         adapt(adapter, corpus(adapter, groups=3), recipe(), tmp_path)
-    given = corpus(adapter)
-    alone = tuple(Group(group.passages[:1], group.asked) for group in given.groups)
-    one_each = TrainingCorpus(alone, given.prefix_ids, given.chunk_tokens, 1)
-    with pytest.raises(InvalidInputError, match="none of 50 prompts"):
-        adapt(adapter, one_each, recipe(), tmp_path)
+
+
+def test_prompts_of_one_chunk_are_refused_before_the_model_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ask(*_: object) -> Iterator[tuple[str, str]]:
+        raise AssertionError("the model is asked")
+
+    monkeypatch.setattr("blendrag_lab.distillation.adapt.ask_model", ask)
+    adapter = small()
+    single = replace(corpus(adapter), top_k=1)
+    with pytest.raises(InvalidInputError, match=r"--top-k is 1, expected 2 or more.*; raise it"):
+        adapt(adapter, single, recipe(), tmp_path / "writer")
+    monkeypatch.setenv("BLENDRAG_TOP_K", "1")
+    with pytest.raises(InvalidInputError, match=r"--top-k is 1 \(BLENDRAG_TOP_K\), expected 2"):
+        adapt(adapter, single, recipe(), tmp_path / "writer")
+    assert not (tmp_path / "writer").exists()
 
 
 def test_model_that_cannot_be_blended_is_refused(tmp_path: Path) -> None:
