@@ -126,16 +126,16 @@ class Material:
         others = sum(len(g.passages) for n, g in enumerate(self.groups) if n != number)
         wanted = sum(rng.random() < DISTRACTORS for _ in range(self.top_k - 1))
         wanted = min(others, max(wanted, self.top_k - len(own)))
-        picked = [(group, n) for n in own[: self.top_k - wanted]]
+        picked = [(number, n) for n in own[: self.top_k - wanted]]
         while len(picked) < min(self.top_k, len(own) + others) and others:
-            other = self.groups[rng.randrange(len(self.groups))]
-            place = (other, rng.randrange(len(other.passages)))
-            if other is not group and place not in picked:
+            other = rng.randrange(len(self.groups))
+            place = (other, rng.randrange(len(self.groups[other].passages)))
+            if other != number and place not in picked:
                 picked.append(place)
         rng.shuffle(picked)
         return [
             (of.passages[n], [asked.question for asked in of.asked if asked.about == n])
-            for of, n in picked
+            for of, n in ((self.groups[at], n) for at, n in picked)
         ]
 
     def _behind_similar(

@@ -658,6 +658,14 @@ def test_too_small_a_corpus_is_refused(tmp_path: Path) -> None:
         adapt(adapter, corpus(adapter, groups=3), recipe(), tmp_path)
 
 
+def test_draws_end_if_all_groups_are_equal() -> None:
+    """As those of a file of records that is given twice."""
+    adapter = small()
+    equal = tuple(Group((passage(0),), (Asked("Who owned it?"),)) for _ in range(2))
+    with pytest.raises(InvalidInputError, match="none of 50 prompts"):
+        Material(adapter.tokens, equal, 3, 2, 64).draw(random.Random(0))
+
+
 def test_prompts_of_one_chunk_are_refused_before_the_model_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
