@@ -295,6 +295,49 @@ def test_what_an_ingest_costs_is_reported(tmp_path: Path) -> None:
     assert report.embedded == report.chunks
 
 
+@pytest.mark.parametrize(
+    ("stored", "given", "similar"),
+    [
+        ("", "a", 0),  # there is no other
+        ("", "ab", 1),
+        ("", "abcd", 2),
+        ("a", "b", 1),
+        ("abc", "d", 2),
+        ("a", "A", 0),  # in place of the stored one
+        ("ab", "A", 1),
+        ("a", "a", 0),  # unchanged, with KV of another namespace
+        ("ab", "a", 1),
+    ],
+)
+def test_a_dry_run_counts_the_similar_chunks_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str, given: str, similar: int
+) -> None:
+    """Each letter is a document of one chunk; a capital is another text of the same source."""
+    texts = {letter: tiny.sentence(ord(letter)) for letter in stored + given}
+    made = {each: Document(f"{each.lower()}.txt", text, "") for each, text in texts.items()}
+    monkeypatch.setattr("blendrag.engine.dry_run._timed", lambda call: (1.0, call()))
+    seconds = {}
+    for after in (0, 2):
+        root = tmp_path / str(after)
+        if stored:
+            with tiny.engine(tiny.shared_llama(), root, encode_after=1) as engine:
+                engine.ingest([made[each] for each in stored]).whole()
+        with tiny.engine(tiny.shared_llama(), root, encode_after=after) as engine:
+            seconds[after] = engine.dry_run([made[each] for each in given]).seconds
+            tokens = [len(engine.kv_namespace.model.text_ids(texts[each])) for each in given]
+    alone = sum(tokens) / max(tokens)  # seconds of encoding each chunk once
+    assert seconds[2] - seconds[0] == pytest.approx((similar + (similar > 0)) * alone)
+
+
+def test_a_chunk_without_a_vector_is_not_found_as_a_similar_one(tmp_path: Path) -> None:
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store", encode_after=1) as engine:
+        engine.library.add([Entry("0", tiny.sentence(0))], embed=False)
+        assert engine.require_corpus().searchable_ids(9) == set()
+        engine.library.add([Entry(str(n), tiny.sentence(n)) for n in (1, 2, 3)])
+        assert len(engine.require_corpus().searchable_ids(9)) == 3
+        assert len(engine.require_corpus().searchable_ids(2)) == 2
+
+
 @pytest.mark.parametrize("stage", ["embedded", "chunks_computed"])
 def test_an_interrupted_ingest_goes_on(stage: str, tmp_path: Path) -> None:
     def stop(report: Any) -> None:

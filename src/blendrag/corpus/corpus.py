@@ -267,6 +267,15 @@ class Corpus:
         """Number of different chunks."""
         return int(self.file.rows("SELECT count(*) FROM chunk")[0][0])
 
+    def searchable_ids(self, most: int, without: Sequence[str] = ()) -> set[str]:
+        """Ids of up to ``most`` chunks with vectors, in documents of other sources than ``without``."""
+        query = (
+            "SELECT DISTINCT chunk_id FROM passage JOIN chunk ON chunk.id = passage.chunk "
+            "WHERE length(vector) > 0 AND document NOT IN "
+            "(SELECT id FROM document WHERE source IN (SELECT value FROM json_each(?))) LIMIT ?"
+        )
+        return {chunk_id for (chunk_id,) in self.file.rows(query, json.dumps([*without]), most)}
+
     @property
     def has_documents(self) -> bool:
         """Whether it holds more than passages that were learned from prompts.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.languages import Languages
 from blendrag.engine.ingest import IngestReport, Inputs, documents_of
 from blendrag.engine.kv_namespace import KVNamespace
@@ -53,6 +54,7 @@ def dry_run(
     report, unchanged, languages = IngestReport(warnings=kv.warnings()), 0, Languages()
     chunks: dict[str, Chunk] = {}
     unembedded: dict[str, Chunk] = {}
+    replaced: list[str] = []
     most_tokens, largest = 0, ""
     for document, _ in documents_of(inputs, report, patterns):
         known = corpus and corpus.unchanged(document.source, digest_of(document))
@@ -64,6 +66,7 @@ def dry_run(
         tokens = sum(chunk.tokens for chunk in of_document)
         report.tokens += tokens
         if not known:
+            replaced.append(document.source)
             most_tokens, largest = max((most_tokens, largest), (tokens, document.source))
         chunks |= {chunk.chunk_id: chunk for chunk in of_document}
         unembedded |= {} if known else {chunk.chunk_id: chunk for chunk in of_document}
@@ -72,7 +75,9 @@ def dry_run(
     try:
         if corpus is not None:
             new = _without_kv(kv, new)
-        seconds = _encoding_s(kv, scheduler, new) if new else 0.0
+        if new:
+            similar = _similar_chunks(corpus, chunks.keys(), replaced, kv.recipe.encode_after)
+            seconds = _encoding_s(kv, scheduler, new, similar)
         size_bytes = sum(stored_chunk_bytes(kv.layout, chunk.tokens) for chunk in new)
     except UnsupportedModelError as exc:
         refused = str(exc)
@@ -102,8 +107,19 @@ def _without_kv(kv: KVNamespace, chunks: list[Chunk]) -> list[Chunk]:
     return [chunk for chunk, key in zip(chunks, keys, strict=True) if key not in places]
 
 
-def _encoding_s(kv: KVNamespace, scheduler: Scheduler, new: list[Chunk]) -> float:
-    """Seconds to open and check the model and to compute the KV of ``new``.
+def _similar_chunks(
+    corpus: Corpus | None, given: Set[str], replaced: Sequence[str], most: int
+) -> int:
+    """How many similar chunks each is encoded after, ``most`` at most: other chunks that are ``given``, and
+    stored ones that have vectors, but for those of documents that are ``replaced``."""
+    known = set(given)
+    if corpus is not None and len(known) <= most:
+        known |= corpus.searchable_ids(most + 1, replaced)
+    return min(most, len(known) - 1)
+
+
+def _encoding_s(kv: KVNamespace, scheduler: Scheduler, new: list[Chunk], similar: int) -> float:
+    """Seconds to open and check the model and to compute the KV of ``new``, each after ``similar`` others.
 
     Raises :class:`UnsupportedModelError` for a model whose KV cannot be reused.
     """
@@ -124,9 +140,8 @@ def _encoding_s(kv: KVNamespace, scheduler: Scheduler, new: list[Chunk]) -> floa
     checking_s = kv.model.decode_weights.expected_s(step_s)
     if verdict is None:
         checking_s += gate.expected_s(adapter, token_s, step_s)
-    after = min(kv.recipe.encode_after, len(new))
     # each is computed after others, and also alone where that has a mean
-    times = 1 + after + (after > 0 and not adapter.layout.has_states)
+    times = 1 + similar + (similar > 0 and not adapter.layout.has_states)
     return checking_s + opening_s + token_s * times * sum(chunk.tokens for chunk in new)
 
 
