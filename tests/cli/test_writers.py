@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,35 @@ def test_a_store_whose_chunks_were_encoded_after_others_needs_no_option(
     assert printed("store", "stats", "--store", store)["corpus"]["encode_after"] == 2
     assert reused_tokens(store) > 0
     assert printed(*args)["chunks_computed"] == 0
+
+
+def test_stats_name_the_model_and_encode_after_of_each_namespace(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    args = ingest_args(write_documents(tmp_path / "docs"), model_dir, store)
+    for after in (0, 1, 2):
+        assert invoke(*args, "--encode-after", after).exit_code == 0
+    found = printed("store", "stats", "--store", store)["namespaces"]
+    assert sorted(each["encode_after"] for each in found) == [0, 1, 2]
+    assert [each["model"] for each in found] == 3 * [str(model_dir)]
+    shown = invoke("store", "stats", "--store", store).stdout
+    for after, words in (
+        (0, ""),
+        (1, ", each after 1 similar chunk"),
+        (2, ", each after 2 similar chunks"),
+    ):
+        (namespace,) = (each["namespace"] for each in found if each["encode_after"] == after)
+        assert f"  {namespace[:12]}  {model_dir}, float32, native{words}: " in shown
+
+    damaged = {"model_id": 3, "writer": [], "encode_after": "2"}
+    for each in found:
+        record = store / "verified" / f"{each['namespace']}.loaded.json"
+        record.write_text(json.dumps({"loaded": [{"identity": damaged}]}))
+    unknown = printed("store", "stats", "--store", store)["namespaces"]
+    assert {(each["writer"], each["encode_after"]) for each in unknown} == {(None, None)}
+    shown = invoke("store", "stats", "--store", store).stdout
+    assert shown.count("model unknown") == 2  # the corpus names that of its own
 
 
 def test_none_goes_back_to_no_writer(

@@ -79,8 +79,9 @@ def stats(
     from blendrag.store import maintenance
 
     found, corpus = maintenance.survey(root), _corpus_facts(root)
-    # Only a corpus names the model of a namespace, that of its own chunks.
-    models = {corpus.namespace: corpus.model} if corpus else {}
+    models = {each.namespace: each.model for each in found.namespaces}
+    if corpus and corpus.namespace and corpus.model:
+        models[corpus.namespace] = corpus.model  # as the user named it
     is_readable = corpus is None or not corpus.fault
     unused = found.unused_writers((corpus and corpus.writer) or "") if is_readable else []
     if json:
@@ -88,7 +89,7 @@ def stats(
         for each in fields["writers"]:
             each["needed"] = each["writer"] not in unused
         for each in fields["namespaces"]:
-            each["model"] = models.get(each["namespace"])
+            each["model"] = models[each["namespace"]]
         print_json(fields)
     else:
         _print_stats(found, corpus, models, unused)
@@ -124,7 +125,7 @@ def _corpus_facts(root: Path) -> CorpusFacts | None:
 def _print_stats(
     found: StoreSurvey,
     corpus: CorpusFacts | None,
-    models: dict[str | None, str | None],
+    models: dict[str, str | None],
     unused: list[str],
 ) -> None:
     default = "" if found.limit_is_remembered else " (the default)"
@@ -134,13 +135,15 @@ def _print_stats(
     )
     for each in found.namespaces:
         learned = "learned from prompts" if is_learned(each.namespace) else "model unknown"
-        model = models.get(each.namespace) or learned
+        model = models[each.namespace] or learned
         kind = ", ".join([*each.dtypes, *each.encodings]) or "no known header"
         unknown = f"; {each.unknown} with an unknown header" * bool(each.unknown)
         if found.writers and each.writer is None and not is_learned(each.namespace):
             kind += ", writer unknown"
         elif each.writer:
             kind += f", writer {each.writer[:SHOWN_DIGITS]}"
+        if each.encode_after:
+            kind += f", each after {count(each.encode_after, 'similar chunk')}"
         echo(
             f"  {each.namespace[:SHOWN_DIGITS]}  {model}, {kind}: {count(each.chunks, 'chunk')} "
             f"({each.pinned} pinned), {count(each.tokens, 'token')}, "

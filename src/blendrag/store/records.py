@@ -44,6 +44,19 @@ def recorded_namespaces(root: Path, what: str) -> list[str]:
     return [name for name in names if is_name(name)]
 
 
+def recorded_identity(root: Path, namespace: str) -> dict[str, Any] | None:
+    """The fields of the :class:`~blendrag.store.identity.ModelIdentity` whose KV a namespace holds, unchecked
+    and read without torch; ``None`` if it is not recorded, as in stores of earlier versions, of imported KV,
+    and of KV learned from prompts.
+    """
+    try:
+        record = root / "verified" / f"{namespace}.loaded.json"
+        identity = json.loads(regular_files.read_bytes(record, MAX_BYTES))["loaded"][-1]["identity"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+    return identity if isinstance(identity, dict) else None
+
+
 @dataclass(frozen=True)
 class Records(Generic[T]):
     """The entries of one file; ``kind`` is a dataclass whose annotations say which entries are valid."""

@@ -25,8 +25,6 @@ DIRECTORY = "writers"
 _ENDING = ".safetensors"
 #: Largest file; a writer of rank 64 for a model of 70B in float32 has a third of it.
 MAX_MIB = 8 << 10
-#: Largest record of how a namespace's model was loaded.
-MAX_RECORD_MIB = 16
 #: Names of dtypes in torch by those in safetensors: all that the weights of a writer may have.
 _DTYPES = {
     "F64": "torch.float64", "F32": "torch.float32", "F16": "torch.float16", "BF16": "torch.bfloat16",
@@ -148,19 +146,6 @@ def write(root: Path, fingerprint: str, data: bytes) -> None:
             sync_directory(root)
         regular_files.replace(path, data)
         sync_directory(path.parent)
-
-
-def writer_of(root: Path, namespace: str) -> str | None:
-    """Fingerprint of the writer whose KV a namespace holds, empty if none encoded it; ``None`` if it is not
-    recorded, as in stores of earlier versions, of imported KV, and of KV learned from prompts.
-    """
-    try:
-        record = root / "verified" / f"{namespace}.loaded.json"
-        data = regular_files.read_bytes(record, MAX_RECORD_MIB * regular_files.MIB)
-        writer = json.loads(data)["loaded"][-1]["identity"].get("writer", "")
-        return writer if isinstance(writer, str) else None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
 
 
 def remove(root: Path, fingerprint: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from blendrag.errors import CorruptKVError
 from blendrag.store import writer_files
@@ -25,6 +26,7 @@ from blendrag.store.maintenance.integrity import QUARANTINED
 from blendrag.store.maintenance.opening import Progress, no_progress
 from blendrag.store.payload import PayloadHeader, open_payload
 from blendrag.store.payload_files import Name, PayloadFiles, opened
+from blendrag.store.records import recorded_identity
 from blendrag.store.root import DEFAULT_DISK_BYTES, settle_limit
 
 #: Payloads removed per index lock.
@@ -47,8 +49,12 @@ class NamespaceStats:
     """Chunks that are never evicted."""
     unknown: int
     """Chunks whose header cannot be read; ``check`` tells more."""
+    model: str | None = None
+    """Name of the model; ``None`` if it is not recorded."""
     writer: str | None = None
     """Fingerprint of the writer that encoded them, empty if none did; ``None`` if it is not recorded."""
+    encode_after: int | None = None
+    """Most similar chunks that each was encoded after; ``None`` if it is not recorded."""
 
 
 @dataclass(frozen=True)
@@ -164,10 +170,22 @@ def _survey_namespaces(files: PayloadFiles, root: Path) -> tuple[NamespaceStats,
                 size_bytes=sum(size * count for size, count in counts.items()),
                 pinned=pinned[namespace],
                 unknown=sum(count for size, count in counts.items() if size not in known),
-                writer=writer_files.writer_of(root, namespace),
+                **_recorded(root, namespace),
             )
         )
     return tuple(stats)
+
+
+def _recorded(root: Path, namespace: str) -> dict[str, Any]:
+    """What is recorded of the model that computed a namespace's KV, as far as it is valid."""
+    found = recorded_identity(root, namespace)
+    if found is None:
+        return {}
+    # earlier versions had no recipes
+    fields = {"model": found.get("model_id"), "writer": found.get("writer", "")}
+    known: dict[str, Any] = {name: text for name, text in fields.items() if isinstance(text, str)}
+    after = found.get("encode_after", 0)
+    return known | ({"encode_after": after} if type(after) is int else {})
 
 
 def _file_sizes(directory: Path) -> list[int]:
