@@ -454,7 +454,8 @@ def test_an_ingest_switches_it_off_again(root: Path) -> None:
         assert report.chunks_computed > 0
         (warning,) = report.warnings
         assert (
-            "holds KV of encode_after 1, which is kept apart from that of encode_after 0" in warning
+            "has KV that was encoded with encode_after 1, and this ingest encodes with encode_after 0"
+            in warning
         )
     with tiny.engine(tiny.shared_llama(), root) as engine:
         assert engine.manifest.encode_after == 0

@@ -234,13 +234,15 @@ def test_an_ingest_says_that_kv_of_another_writer_is_kept_apart(root: Path, tmp_
     other = writers.writer(tiny.llama(), tmp_path / "other", seed=1)
     (first,), documents = writer_files.kept_in(root), [tiny.document(number) for number in NUMBERS]
     for given, now in (
-        (str(other), f"writer {Writer.load(other).fingerprint[:12]}"),
-        ("none", "no writer"),
+        (str(other), f"with writer {Writer.load(other).fingerprint[:12]}"),
+        ("none", "without a writer"),
     ):
         with tiny.engine(tiny.shared_llama(), root, writer=given) as engine:
-            says = f"holds KV of writer {first[:12]}, which is kept apart from that of {now}"
+            before = f"has KV that was encoded with writer {first[:12]}"
+            says = f"{before}, and this ingest encodes {now}; both are kept"
             (warning,) = engine.dry_run(documents).warnings
             assert says in warning
+            assert f"--namespace {engine.manifest.namespace[:12]} removes the old" in warning
     with tiny.engine(tiny.shared_llama(), root, writer=str(other)) as engine:
         (warning,) = engine.ingest(documents).warnings
         assert f"writer {first[:12]}" in warning

@@ -129,8 +129,10 @@ class KVNamespace:
         before, other = then.unlike(now), now.unlike(then)
         return [
             *told,
-            f"store {self.root} holds KV of {before}, which is kept apart from that of {other}; questions "
-            "use the new KV, and documents that are not ingested again get theirs when they are asked about",
+            f"store {self.root} has KV that was encoded {before}, and this ingest encodes {other}; both are "
+            "kept, and questions use the new KV, which documents that are not ingested again get when they "
+            f"are asked about; blendrag store clear --store {self.root} --namespace "
+            f"{manifest.namespace[:12]} removes the old",
         ]
 
     @property

@@ -70,10 +70,11 @@ class ChunkRecipe:
         return self == ChunkRecipe()
 
     def unlike(self, other: ChunkRecipe) -> str:
-        """What of it differs from ``other``, for messages."""
-        writer = f"writer {self.writer[:12]}" if self.writer else "no writer"
+        """How it encodes where it differs from ``other``, for messages."""
+        writer = f"with writer {self.writer[:12]}" if self.writer else "without a writer"
         parts = [writer] * (self.writer != other.writer)
-        parts += [f"encode_after {self.encode_after}"] * (self.encode_after != other.encode_after)
+        after = f"with encode_after {self.encode_after}"
+        parts += [after] * (self.encode_after != other.encode_after)
         return " and ".join(parts)
 
 
