@@ -70,7 +70,7 @@ def test_a_refused_model_answers_in_mode_full_over_what_it_ingested(refused_dir,
 def test_a_store_that_was_ingested_in_another_dtype_says_why_nothing_is_reused(store):
     (note,) = ask(store, "--dtype", "bfloat16")["metrics"]["notes"]
     assert "as the ingest loaded it, not as " in note
-    assert "is loaded here (dtype bfloat16, not float32); load it as then" in note
+    assert "is loaded here (dtype bfloat16, not float32); they are kept" in note
     assert ask(store)["metrics"]["notes"] == []
 
 
@@ -83,7 +83,8 @@ def test_a_note_names_the_weights_only_if_they_were_replaced_in_place(docs, tmp_
     ).save_pretrained(model)
     (note,) = ask(store)["metrics"]["notes"]
     assert note.endswith(
-        "is loaded here (its weights have changed); load it as then, or ingest again"
+        "is loaded here (its weights have changed); they are kept beside the store's, and reused from the "
+        "next question on"
     )
     assert invoke(*ingest_args(docs, model, store)).exit_code == 0
     assert ask(store)["metrics"]["notes"] == []
@@ -103,7 +104,7 @@ def test_a_store_without_a_record_of_its_model_names_what_may_differ(store):
     (record,) = (store / "verified").glob("*.loaded.json")
     record.unlink()
     (note,) = ask(store, "--dtype", "bfloat16")["metrics"]["notes"]
-    assert "(bfloat16: its weights, dtype, attention or adapter differ); load it as then" in note
+    assert "(bfloat16: its weights, dtype, attention or adapter differ); they are kept" in note
 
 
 def test_a_model_that_is_a_file_is_not_called_a_directory(tmp_path, monkeypatch):

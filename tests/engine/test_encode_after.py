@@ -439,13 +439,20 @@ def test_kv_with_and_without_is_kept_apart(root: Path) -> None:
         metrics = engine.generate(tiny.prompt(engine, *NUMBERS)).metrics
         engine.drain()
         assert metrics.reused_tokens == 0
-        assert any("encode_after 0, not 1); load it as then" in note for note in metrics.notes)
+        told = "encode_after 0, not 1); they are kept beside the store's, and reused from the next"
+        assert any(told in note for note in metrics.notes)
         alone, reused = ask(engine, mode="reuse")
         assert reused > 0
     with tiny.engine(tiny.shared_llama(), root) as engine:
         again, _ = ask(engine, mode="reuse")
     assert tiny.difference(again, near) < 1e-5
     assert tiny.difference(alone, near) > 1e-3
+
+
+def test_a_question_that_stores_nothing_is_told_to_load_the_model_as_then(root: Path) -> None:
+    with tiny.engine(tiny.shared_llama(), root, encode_after=0, read_only=True) as engine:
+        metrics = engine.generate(tiny.prompt(engine, *NUMBERS)).metrics
+    assert any(note.endswith("; load it as then, or ingest again") for note in metrics.notes)
 
 
 def test_an_ingest_switches_it_off_again(root: Path) -> None:

@@ -30,7 +30,12 @@ AGAIN = {"tensors_fingerprint": "others"}
         ({"adapters": "x", **AGAIN}, "adapter x, not none"),
         ({"weight_quantization": "int8", **AGAIN}, "quantisation int8, not none"),
         ({"geometry": "{1}"}, "its config has changed"),
-        ({"writer": "3" * 64}, f"writer {'3' * 24}, not none"),
+        ({"writer": "3" * 64}, f"writer {'3' * 12}, not none"),
+        (
+            {"writer": "3" * 64, "encode_after": 2, "compute_dtype": "bfloat16", **AGAIN},
+            f"dtype bfloat16, not float32; writer {'3' * 12}, not none; encode_after 2, not 0",
+        ),
+        ({"encode_after": 2, **AGAIN}, "encode_after 2, not 0; its weights have changed"),
     ],
 )
 def test_a_difference_is_named_by_what_caused_it(changes: dict[str, Any], cause: str) -> None:

@@ -121,6 +121,11 @@ class BackgroundWriter:
         texts = Neighbours(corpus, kv.recipe.encode_after).texts(found.title, found.chunk)
         return tuple(map(kv.model.text_ids, texts))
 
+    @property
+    def stores_missing(self) -> bool:
+        """Whether chunks of documents that a query misses are encoded and stored."""
+        return self._kv.is_writable and not self._full and not self._kv.validity.trouble
+
     def queue(self, todo: Sequence[Job]) -> None:
         """Encode these in the background."""
         if not (todo and self._kv.is_writable):
@@ -142,7 +147,7 @@ class BackgroundWriter:
         """Which of a prompt's missing chunks are encoded before it runs, and why: all if other requests
         wait, else those that an earlier request missed and that have waited since. Passages that were learned
         from prompts delay no answer."""
-        if self._full or not self._kv.is_writable or self._kv.validity.trouble:
+        if not self.stores_missing:
             return [], ""
         missing = [each for each in missing if each.scope is None]
         is_waited_for = self._scheduler.is_waited_for

@@ -48,20 +48,27 @@ def recorded(root: Path, namespace: str) -> LoadedAs | None:
 
 
 def difference(then: ModelIdentity, now: ModelIdentity) -> str:
-    """Why ``now`` has another namespace than ``then``. What decides the rest goes first: in another dtype, or
-    with an adapter, all weights differ, too."""
+    """Why ``now`` has another namespace than ``then``: all that differs, without what follows from it. In
+    another dtype, or with an adapter, all weights differ, too."""
+    names = {*_CALLED, *_CHANGED}
+    differ = {name for name in names if getattr(then, name) != getattr(now, name)}
+    parts = []
     for name, words in _CALLED.items():
-        before, after = (str(getattr(each, name))[:_SHOWN_CHARS] or "none" for each in (then, now))
-        if getattr(then, name) != getattr(now, name):
-            return f"{words} {after}, not {before}"
-    return next(
-        (words for name, words in _CHANGED.items() if getattr(then, name) != getattr(now, name)),
-        "in another way",
-    )
+        if name in differ:
+            chars = _DIGITS if name in _DIGESTS else _SHOWN_CHARS
+            before, after = (str(getattr(each, name))[:chars] or "none" for each in (then, now))
+            parts.append(f"{words} {after}, not {before}")
+    parts += [
+        words
+        for name, (words, causes) in _CHANGED.items()
+        if name in differ and not causes & differ
+    ]
+    return "; ".join(parts) or "in another way"
 
 
-#: Characters of a value that are shown.
-_SHOWN_CHARS = 24
+#: Characters of a value that are shown, and of a digest.
+_SHOWN_CHARS, _DIGITS = 24, 12
+_DIGESTS = {"adapters", "writer"}
 _CALLED = {
     "model_id": "name",
     "revision": "revision",
@@ -73,8 +80,13 @@ _CALLED = {
     "encode_after": "encode_after",
     "encoding": "KV encoding",
 }
+_OTHER_MODEL = {"model_id", "revision"}
+#: What has no value to show, and the differences that it follows from.
 _CHANGED = {
-    "geometry": "its config has changed",
-    "tokenizer_fingerprint": "its tokenizer or chat template has changed",
-    "tensors_fingerprint": "its weights have changed",
+    "geometry": ("its config has changed", _OTHER_MODEL),
+    "tokenizer_fingerprint": ("its tokenizer or chat template has changed", _OTHER_MODEL),
+    "tensors_fingerprint": (
+        "its weights have changed",
+        {*_OTHER_MODEL, "adapters", "weight_quantization", "compute_dtype", "geometry"},
+    ),
 }

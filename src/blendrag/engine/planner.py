@@ -322,10 +322,14 @@ class Planner:
         known = kv.validity.difference(manifest.namespace)
         dtype = dtype_name(kv.model.adapter.model.dtype)
         cause = known or f"{dtype}: its weights, dtype, attention or adapter differ"
+        what_now = (
+            "they are kept beside the store's, and reused from the next question on"
+            if self.background.stores_missing
+            else "load it as then, or ingest again"
+        )
         return (
             f"chunks were computed because store {kv.root} holds the KV of {manifest.model!r} as the "
-            f"ingest loaded it, not as {kv.model.name!r} is loaded here ({cause}); load it as "
-            "then, or ingest again"
+            f"ingest loaded it, not as {kv.model.name!r} is loaded here ({cause}); {what_now}"
         )
 
     def _old_calibration(self, known: Records[Calibration], namespace: str) -> tuple[str, ...]:
