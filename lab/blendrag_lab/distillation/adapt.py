@@ -12,13 +12,15 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -41,7 +43,7 @@ from blendrag_lab.distillation.material import (
     with_questions,
 )
 from blendrag_lab.distillation.memory import needs_of
-from blendrag_lab.distillation.prompts import ChunkPrompt, TrainingPassage
+from blendrag_lab.distillation.prompts import ChunkPrompt
 from blendrag_lab.distillation.questions import ask_model, question_in
 from blendrag_lab.distillation.report import AdaptReport, write_card
 from blendrag_lab.distillation.trainer import (
@@ -58,6 +60,7 @@ from blendrag_lab.distillation.writer import TrainedWriter
 
 REPORT = "report.json"
 QUESTIONS = "questions.json"
+VECTORS = "vectors.npz"
 #: Questions for each prompt that is trained on, and the most of all; what is missing is made by the model.
 QUESTIONS_PER_PROMPT, MAX_QUESTIONS = 2, 300
 #: Most questions of a held-out prompt, and prompts drawn for each that has questions of its own.
@@ -85,6 +88,8 @@ class TrainingCorpus:
 
 #: ``watch(text, done, total)`` for what precedes and follows the loop.
 Say = Callable[[str, int, int | None], None]
+#: Unit vectors of passages, by the name of the document and the text.
+Vectors = Mapping[tuple[str, str], np.ndarray]
 
 
 def adapt(
@@ -122,7 +127,11 @@ def adapt(
                 train, held = _asked(adapter, train, held, recipe, out, digest, say)
             forwards = Forwards(adapter, corpus.prefix_ids, writer.stock, recipe.answer_tokens)
             sizes = corpus.top_k, recipe.questions, corpus.chunk_tokens
-            similar = _similar(adapter, corpus, (*train, *held), say)
+            vectors: Vectors = {}
+            if corpus.encode_after:
+                assert corpus.embedder is not None
+                vectors = _vectors(corpus.embedder, (*train, *held), out, digest, say)
+            similar = partial(_similar, adapter, corpus, vectors)
             material = Material(adapter.tokens, train, *sizes, similar(train))
             needs = needs_of(adapter, writer, forwards, material, recipe)
             note(str(needs))
@@ -171,7 +180,7 @@ def _finish(writer: TrainedWriter, report: AdaptReport) -> None:
     write_card(report)
     text = json.dumps(report.as_dict(), indent=1)
     regular_files.replace(report.out / REPORT, text.encode())
-    for name in (CHECKPOINT, QUESTIONS):
+    for name in (CHECKPOINT, QUESTIONS, VECTORS):
         (report.out / name).unlink(missing_ok=True)
 
 
@@ -220,31 +229,46 @@ def run_digest(
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
+def _vectors(
+    embedder: Embedder, groups: Sequence[Group], out: Path, digest: str, say: Say
+) -> Vectors:
+    """The vector of each passage, which an interrupted run finds in ``out``."""
+    places = [*dict.fromkeys((each.name, each.text) for group in groups for each in group.passages)]
+    rows = _kept_vectors(out / VECTORS, digest)
+    if rows is None:
+        parts = []
+        for at in range(0, len(places), EMBEDDED_AT_ONCE):
+            say("embedding passages", at, len(places))
+            names, texts = zip(*places[at : at + EMBEDDED_AT_ONCE], strict=True)
+            parts.append(embedder.embed(texts, names))
+        rows = np.concatenate(parts)  # [passages, dim]
+        data = io.BytesIO()
+        np.savez(data, run=np.array(digest), vectors=rows)
+        regular_files.replace(out / VECTORS, data.getvalue())
+    return dict(zip(places, rows, strict=True))
+
+
+def _kept_vectors(path: Path, digest: str) -> np.ndarray | None:
+    try:
+        with np.load(path) as kept:
+            return kept["vectors"] if kept["run"] == digest else None
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+        return None
+
+
 def _similar(
-    adapter: ModelAdapter, corpus: TrainingCorpus, groups: Sequence[Group], say: Say
-) -> Callable[[Sequence[Group]], Similar | None]:
-    """What finds, among the passages of some of ``groups``, those that one is encoded after; ``None`` if all
-    are encoded alone."""
+    adapter: ModelAdapter, corpus: TrainingCorpus, vectors: Vectors, groups: Sequence[Group]
+) -> Similar | None:
+    """What finds, among the passages of ``groups``, those that one is encoded after; ``None`` if all are
+    encoded alone."""
     if not corpus.encode_after:
-        return lambda some: None
-    assert corpus.embedder is not None
-    passages = [*dict.fromkeys(passage for group in groups for passage in group.passages)]
-    vectors: dict[TrainingPassage, np.ndarray] = {}
-    for at in range(0, len(passages), EMBEDDED_AT_ONCE):
-        say("embedding passages", at, len(passages))
-        some = passages[at : at + EMBEDDED_AT_ONCE]
-        texts, names = [passage.text for passage in some], [passage.name for passage in some]
-        vectors |= zip(some, corpus.embedder.embed(texts, names), strict=True)
-
-    def among(some: Sequence[Group]) -> Similar:
-        found = dict.fromkeys(passage for group in some for passage in group.passages)
-        neighbours = Neighbours(None, corpus.encode_after)
-        titled = [(passage.name, passage.chunk) for passage in found]
-        neighbours.add(titled, [vectors[passage] for passage in found], replaces="")
-        sizes = corpus.encode_after, len(corpus.prefix_ids), adapter.encoded_alike()
-        return Similar(adapter.tokens, neighbours, *sizes)
-
-    return among
+        return None
+    found = dict.fromkeys(passage for group in groups for passage in group.passages)
+    neighbours = Neighbours(None, corpus.encode_after)
+    titled = [(passage.name, passage.chunk) for passage in found]
+    neighbours.add(titled, [vectors[each.name, each.text] for each in found], replaces="")
+    sizes = corpus.encode_after, len(corpus.prefix_ids), adapter.encoded_alike()
+    return Similar(adapter.tokens, neighbours, *sizes)
 
 
 def _asked(

@@ -9,6 +9,7 @@ import random
 import signal
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from blendrag.model.writer import FittedWriter, Writer
 from blendrag.text.chunking import Chunker
 from blendrag_lab.distillation import trainer
 from blendrag_lab.distillation.adapt import (
+    VECTORS,
     _similar,
+    _vectors,
     adapt,
     held_out_prompts,
     run_digest,
@@ -145,12 +148,14 @@ class NamesEmbedder(Embedder):
         return counts / np.linalg.norm(counts, axis=1, keepdims=True)
 
 
-def test_chunks_are_encoded_after_those_that_an_ingest_would_choose() -> None:
+def test_chunks_are_encoded_after_those_that_an_ingest_would_choose(tmp_path: Path) -> None:
     adapter = small()
     given = corpus(adapter)
     adapted = replace(given, encode_after=2, embedder=NamesEmbedder("names"))
     train, held = given.groups[:6], given.groups[6:]
-    similar = _similar(adapter, adapted, given.groups, lambda *_: None)
+    assert adapted.embedder is not None
+    vectors = _vectors(adapted.embedder, given.groups, tmp_path, "a run", lambda *_: None)
+    similar = partial(_similar, adapter, adapted, vectors)
     materials = [
         Material(adapter.tokens, groups, 3, 2, 64, similar(known))
         for groups, known in ((train, train), (held, given.groups))
@@ -168,7 +173,7 @@ def test_chunks_are_encoded_after_those_that_an_ingest_would_choose() -> None:
                 town = own.split()[3]
                 one, other = (ids[t] for t in ids if t.split()[3] == town and t != own)
                 assert context in {one + other, other + one}
-    assert _similar(adapter, given, given.groups, lambda *_: None)(train) is None
+    assert _similar(adapter, given, {}, train) is None
 
 
 def test_prompts_are_worded_in_several_ways() -> None:
@@ -581,6 +586,34 @@ def test_questions_that_are_finished_survive_an_interruption(
     adapt(adapter, corpus(adapter), few, tmp_path)
     again = [text for text in asked if text]
     assert len(again) == len(set(again)) > 2
+
+
+def test_a_run_that_goes_on_embeds_nothing_again(tmp_path: Path) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    class Counting(NamesEmbedder):
+        calls = 0
+
+        def embed(self, *given: Any, **named: Any) -> np.ndarray:
+            self.calls += 1
+            return super().embed(*given, **named)
+
+    adapter, embedder = small(), Counting("names")
+    given = replace(corpus(adapter), encode_after=1, embedder=embedder)
+    for damaged in (False, True):
+        out = tmp_path / str(damaged)
+        with pytest.raises(KeyboardInterrupt):
+            adapt(adapter, given, recipe(), out, watch=stop)
+        if damaged:
+            (out / VECTORS).write_bytes((out / VECTORS).read_bytes()[:-9])
+        embedder.calls = 0
+        adapt(adapter, given, recipe(), out)
+        assert embedder.calls == damaged
+        assert not (out / VECTORS).exists()
+    assert weights(tmp_path / "False").keys() == weights(tmp_path / "True").keys()
+    for name, tensor in weights(tmp_path / "False").items():
+        assert torch.equal(tensor, weights(tmp_path / "True")[name])
 
 
 def test_held_out_questions_are_as_many_as_announced_and_differ() -> None:
