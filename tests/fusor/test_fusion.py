@@ -10,8 +10,16 @@ import torch
 import tiny
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor import Fusor
-from blendrag.fusor.selection import LayerView, Schedule, SelectionPolicy, make_policy
+from blendrag.fusor.rows import Rows
+from blendrag.fusor.selection import (
+    LayerView,
+    PromptGeometry,
+    Schedule,
+    SelectionPolicy,
+    make_policy,
+)
 from blendrag.fusor.selection.hkvd import HKVDPolicy
+from blendrag.fusor.shift import ChunkShift
 from blendrag.model import ModelAdapter
 from fusor.two_chunks import (
     CANDIDATES,
@@ -257,6 +265,31 @@ def test_an_error_that_a_chunk_has_in_common_is_taken_back(name):
                     found.append(float(wrong.square().mean() / theirs.square().mean()))
         off[policy] = sum(found) / len(found)
     assert 0 < off["query+shift"] < 0.8 * off["query"]
+
+
+def test_tokens_that_were_chosen_say_less_about_the_others_than_random_ones():
+    adapter = tiny.adapter(tiny.family("llama"))
+    geometry = PromptGeometry(300, ((0, 300),), (300, 301))
+    probes = torch.arange(5, 300, 10)  # [30]
+    chosen = torch.cat((torch.arange(0, 300, 2), probes)).unique()  # [180]
+    rows, config = Rows(chosen, 301), adapter.model.config
+    shape = config.num_key_value_heads, 300, config.head_dim
+
+    def moved(probe_error: float, other_error: float) -> float:
+        shift = ChunkShift(geometry, probes, adapter.repositioner)
+        values = torch.zeros(shape)
+        errors = torch.where(torch.isin(chosen, probes), probe_error, other_error)
+        fresh = errors[:, None].expand(shape[0], -1, shape[2])
+        shift.move_(1, rows, chosen, (fresh, fresh), (values.clone(), values))
+        left = torch.ones(300, dtype=torch.bool)
+        left[chosen] = False
+        assert values[:, left].std() < 1e-6
+        return float(values[0, left][0, 0])
+
+    both, alone, biased = moved(1, 1), moved(1, 0), moved(0, 1)
+    assert 0.6 < both < 1
+    assert alone + biased == pytest.approx(both, abs=1e-5)
+    assert biased < alone  # 30 probes, 150 others
 
 
 # -- the last layer -----------------------------------------------------------------------------

@@ -90,6 +90,25 @@ def test_sets_are_nested_ascending_and_within_the_budget(name, geometry, ratio, 
         assert sets[0].numel() == sets[1].numel()  # layer 0 computes nothing that layer 1 drops
 
 
+def test_a_quarter_of_query_shift_are_random_tokens_in_every_layer():
+    geometry = PromptGeometry(600, ((10, 210), (220, 580)), (590, 600))
+    tokens = candidates(geometry)
+    attention = torch.arange(len(tokens), dtype=torch.float32)
+    shift, query = make_policy("query+shift"), make_policy("query")
+    view = blind_view(geometry, attention=attention)
+    probes = shift.probes(view, 80)
+    assert probes.numel() == 20
+    assert torch.equal(probes, shift.probes(view, 80))
+    assert query.probes(view, 80).numel() == 0
+    assert int(probes.median()) < 450  # attention alone would take the last
+    for left in (80, 40, 20):
+        chosen = top(shift.scores(view, 80), tokens, left)
+        assert set(probes.tolist()) <= set(chosen.tolist())
+        rest = sorted(set(chosen.tolist()) - set(probes.tolist()))
+        others = [token for token in tokens.tolist() if token not in set(probes.tolist())]
+        assert rest == others[len(others) - len(rest) :]
+
+
 @pytest.mark.parametrize("name", [*POLICIES, "boundary(3)", " blend(7) ", "query(50-100)"])
 def test_a_policy_is_made_by_its_name_and_prints_it(name):
     made = make_policy(name)

@@ -126,9 +126,8 @@ class Fusion:
         self._plan = self._selector.plan(self._prompt, self._force_masks)
         if self._plan:
             self._chosen, self.rows = self._plan[0].chosen, self._plan[0].rows
-            if self.policy.shifts_stored and self._chosen.numel():
-                geometry, device = self._selector.geometry, self._chosen.device
-                self._shift = ChunkShift(geometry, self._repositioner, device)
+            if (probes := self._selector.probes()).numel():
+                self._shift = ChunkShift(self._selector.geometry, probes, self._repositioner)
         else:
             self._set_rows(self._selector.entry())
 

@@ -148,6 +148,10 @@ class TokenSelector:
         rank[np.argsort(-scores, kind="stable")] = np.arange(len(scores))
         return nested_rows(prompt, *self._host, rank, self._budgets, force_masks)
 
+    def probes(self) -> torch.Tensor:
+        """The policy's: tokens of layer 0 by whose errors stored KV is moved."""
+        return self.policy.probes(self._view(self.candidates), self._budgets[0])
+
     def entry(self) -> torch.Tensor:
         """Candidates computed in layer 0: all of them if fresh KV is compared with loaded."""
         if self.policy.needs_deviation:

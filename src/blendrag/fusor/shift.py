@@ -1,10 +1,11 @@
-"""Moves stored KV by the mean error of the recomputed tokens (AgentKVShift).
+"""Moves stored KV by the mean error of recomputed tokens (AgentKVShift).
 
 Chunks were encoded without the text that is before them now, so part of the error is the same for all tokens
 of a chunk, and part for all of a prompt. The recomputed tokens show it: fresh minus stored. In each layer and
-KV head, every other token is moved by :data:`GAIN` times the mean error of its chunk. Few tokens give a noisy
-mean, so a chunk's is drawn towards the prompt's, and that one towards 0, each as if :data:`PRIOR_TOKENS` more
-tokens had it.
+KV head, every other token is moved by the mean error of its chunk. Tokens that a policy chose for a reason
+err unlike the others, so that random ones among them, the *probes*, count more. Few tokens give a noisy mean:
+a chunk's is drawn towards the prompt's, and that one towards 0, each as if :data:`PRIOR_TOKENS` more probes
+had it.
 Keys are compared and moved as they were before rotation, relative to the start of their chunk.
 """
 
@@ -16,17 +17,22 @@ from blendrag.fusor.rows import Rows
 from blendrag.fusor.selection import PromptGeometry
 from blendrag.model.positions import Repositioner
 
-PRIOR_TOKENS = 48
-#: The whole mean is too much for some prompts: recomputed tokens were chosen, and err more than the others.
-GAIN = 0.5
+PRIOR_TOKENS = 12
+#: How many probes all tokens together count for that are none.
+CHOSEN_TOKENS = 24
 
 
 class ChunkShift:
     """The shift of one prompt's blended chunks. Exact chunks and fresh tokens stay."""
 
     def __init__(
-        self, geometry: PromptGeometry, repositioner: Repositioner, device: torch.device
+        self,
+        geometry: PromptGeometry,
+        probes: torch.Tensor,
+        repositioner: Repositioner,
     ) -> None:
+        """``probes`` ``[p]``: random tokens among those that are recomputed."""
+        device = probes.device
         spans = geometry.chunk_spans
         self._hull = slice(spans[0][0], spans[-1][1])
         self._chunks = len(spans)
@@ -37,7 +43,7 @@ class ChunkShift:
             index[start:end] = torch.arange(end - start)
         self._chunk_of, self._index = chunk_of.to(device), index.to(device)
         """``[N]``: the chunk of each token, the number of chunks for others, and the token's index in it."""
-        self._repositioner = repositioner
+        self._probes, self._repositioner = probes, repositioner
         self._forth = repositioner.tables(self._index[self._hull])
         self._chosen: torch.Tensor | None = None
 
@@ -59,10 +65,11 @@ class ChunkShift:
             if turns:
                 self._repositioner.rotate_(errors, layer, self._back)
             heads, _, width = errors.shape
+            errors *= self._weights
             sums = errors.new_zeros((heads, self._chunks + 1, width))
             sums.index_add_(1, self._chosen_chunks, errors)
-            prompt_mean = errors.sum(1, keepdim=True) / (errors.shape[1] + PRIOR_TOKENS)
-            means = GAIN * (sums + PRIOR_TOKENS * prompt_mean) / self._weights
+            prompt_mean = errors.sum(1, keepdim=True) / (self._weights.sum() + PRIOR_TOKENS)
+            means = (sums + PRIOR_TOKENS * prompt_mean) / self._chunk_weights
             means[:, -1] = 0  # of tokens in no blended chunk
             moved = means[:, self._chunk_of[self._hull]]  # [Hkv, hull, D]
             if turns:
@@ -75,6 +82,12 @@ class ChunkShift:
         self._at = torch.searchsorted(rows.positions, chosen)
         self._chosen_chunks = self._chunk_of[chosen]
         self._back = self._repositioner.tables(-self._index[chosen])
-        weights = torch.full((self._chunks + 1,), float(PRIOR_TOKENS), device=chosen.device)
-        weights.index_add_(0, self._chosen_chunks, torch.ones_like(chosen, dtype=weights.dtype))
-        self._weights = weights[:, None]  # [chunks + 1, 1]
+        is_probe = torch.isin(chosen, self._probes)
+        others = chosen.numel() - self._probes.numel()
+        weights = torch.where(is_probe, 1.0, min(1.0, CHOSEN_TOKENS / max(1, others)))
+        in_chunks = weights.new_full((self._chunks + 1,), PRIOR_TOKENS)
+        in_chunks.index_add_(0, self._chosen_chunks, weights)
+        self._weights, self._chunk_weights = (
+            weights[:, None],
+            in_chunks[:, None],
+        )  # [n, 1], [chunks + 1, 1]

@@ -101,9 +101,6 @@ class SelectionPolicy:
     budgeted: bool = True
     """Whether the ratio decides how many tokens it recomputes; else :meth:`fixed_count` does."""
     ranks_once: bool = False
-    shifts_stored: bool = False
-    """Whether stored KV that is not recomputed is moved by the mean error of what is
-    (:mod:`blendrag.fusor.shift`). For policies that rank once."""
     schedule: Schedule | None = None
     """A fixed schedule; ``None``: the request's."""
 
@@ -157,6 +154,11 @@ class SelectionPolicy:
         ``budget``: that of layers 0 and 1.
         """
         raise NotImplementedError(f"{type(self).__name__} does not rank tokens once")
+
+    def probes(self, view: LayerView, budget: int) -> torch.Tensor:
+        """Random tokens ``[p]`` among the best ``budget``, by whose errors stored KV that is not recomputed
+        is moved (:mod:`blendrag.fusor.shift`). None: it stays as it is. For policies that rank once."""
+        return view.tokens[:0]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SelectionPolicy) and str(self) == str(other)

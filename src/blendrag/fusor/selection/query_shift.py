@@ -1,15 +1,27 @@
-"""``query+shift``: the tokens of ``query``, and what they show about the others (AgentKVShift).
+"""``query+shift``: the tokens of ``query``, random ones, and what both show about the others (AgentKVShift).
 
-Tokens that are not recomputed are moved by half the mean error of those of their chunk that are; see
-:mod:`blendrag.fusor.shift`. Each request then has chunks of its own: while requests decode together, only
-``query`` keeps chunks that they have in common in memory once.
+A quarter of the budget are random tokens. Tokens that are not recomputed are moved by the mean error of those
+of their chunk that are; see :mod:`blendrag.fusor.shift`. Each request then has chunks of its own: while
+requests decode together, only ``query`` keeps chunks that they have in common in memory once.
 """
 
 from __future__ import annotations
 
+import torch
+
+from blendrag.fusor.selection.base import LayerView, top
 from blendrag.fusor.selection.query import QueryPolicy
+from blendrag.fusor.selection.random import random_scores
+
+PROBE_SHARE = 0.25
 
 
 class QueryShiftPolicy(QueryPolicy):
     name = "query+shift"
-    shifts_stored = True
+
+    def scores(self, view: LayerView, budget: int) -> torch.Tensor:
+        probes = torch.isin(view.tokens, self.probes(view, budget))
+        return super().scores(view, budget).masked_fill(probes, float("inf"))
+
+    def probes(self, view: LayerView, budget: int) -> torch.Tensor:
+        return top(random_scores(view), view.tokens, round(PROBE_SHARE * budget))

@@ -16,8 +16,13 @@ class RandomPolicy(SelectionPolicy):
     ranks_once = True
 
     def scores(self, view: LayerView, budget: int) -> torch.Tensor:
-        geometry = view.geometry
-        seed = xxhash.xxh32_intdigest(repr((geometry.prompt_tokens, geometry.chunk_spans)).encode())
-        generator = torch.Generator().manual_seed(seed)
-        scores = torch.rand(geometry.prompt_tokens, generator=generator)
-        return scores.to(view.tokens.device)[view.tokens]
+        return random_scores(view)
+
+
+def random_scores(view: LayerView) -> torch.Tensor:
+    """``[n]`` float32 in [0, 1), always the same for one geometry."""
+    geometry = view.geometry
+    seed = xxhash.xxh32_intdigest(repr((geometry.prompt_tokens, geometry.chunk_spans)).encode())
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(geometry.prompt_tokens, generator=generator)
+    return scores.to(view.tokens.device)[view.tokens]
