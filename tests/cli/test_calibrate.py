@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
 
+from blendrag.cli.calibrate import _questions
 from blendrag.cli.progress import StatusLine
 from cli.commands import ask, invoke, refused
 
@@ -38,6 +40,55 @@ def test_too_few_questions_are_refused(store: Path, tmp_path: Path) -> None:
     questions.write_text("What is the topic of document 1?\n\nWhere is the windmill?\n")
     words = refused("calibrate", "--store", store, *FEW, "--questions", str(questions))
     assert "there are 2 prompts to calibrate on, expected 7 or more" in words
+
+
+@pytest.mark.parametrize("form", ["a line each", "lines of JSON", "a list of records"])
+def test_questions_are_lines_or_the_questions_of_records(tmp_path: Path, form: str) -> None:
+    records = [{"question": f" Where is windmill {n}? ", "answers": ["here"]} for n in range(3)]
+    file = tmp_path / "questions"
+    if form == "a list of records":
+        text = json.dumps(records, indent=1)
+    else:
+        line = json.dumps if form == "lines of JSON" else itemgetter("question")
+        text = "\n\n".join(map(line, records))
+    file.write_text(f"\ufeff\n{text}\n", encoding="utf-8")
+    assert _questions(file) == tuple(f"Where is windmill {n}?" for n in range(3))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('\n{"question": "Where?"}\n{"question"', "line 3 of --questions"),
+        ('[{"question": "Where?"}, "What?"]', "record 2 of --questions"),
+        ('{"answers": ["red"]}', "record 1 of --questions"),
+        ('{"question": "  "}', "record 1 of --questions"),
+        ("[Draft] Where?", "is not JSON"),
+    ],
+)
+def test_records_without_a_question_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "questions.jsonl"
+    file.write_text(text)
+    told = refused("calibrate", "--store", tmp_path / "none", "--questions", str(file))
+    assert words in told
+    assert told.endswith("expected one question a line, or JSON records of {question, …}")
+
+
+def test_undo_says_that_unfinished_measurements_are_removed(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def impatient(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StatusLine, "show", impatient)
+        begun = invoke("calibrate", "--store", store, *FEW)
+    assert begun.stdout.startswith("1 prompt was measured and nothing was chosen yet")
+    undone = invoke("calibrate", "--store", store, "--undo")
+    assert undone.stdout == (
+        "nothing was calibrated yet for this model; 1 measured prompt of an unfinished calibration removed\n"
+    )
+    undone = invoke("calibrate", "--store", store, "--undo")
+    assert undone.stdout == "nothing was calibrated for this model\n"
 
 
 def test_an_interrupted_calibration_says_what_was_used(

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from json import loads
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from blendrag.cli import interrupt, options
 from blendrag.cli.lifecycle import DONE, begin, interrupted, reporting
-from blendrag.cli.output import duration, echo, print_json, say
+from blendrag.cli.output import count, duration, echo, print_json, say
 from blendrag.cli.progress import StatusLine
+from blendrag.errors import InvalidInputError
 from blendrag.store.regular_files import MIB
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 #: Size limit of ``--questions``.
 MAX_QUESTIONS_BYTES = 16 * MIB
+FORMS = "one question a line, or JSON records of {question, …}"
 
 
 @reporting
@@ -32,7 +35,10 @@ def calibrate(
     minutes: Annotated[float, options.number("Time limit.", 0)] = 10.0,
     questions: Annotated[
         Path | None,
-        options.optional("Text file, one question a line. [default: questions about chunks]"),
+        options.optional(
+            "File with one question, or one JSON record with a question, a line. "
+            "[default: questions about chunks]"
+        ),
     ] = None,
     undo: Annotated[
         bool, typer.Option("--undo", help="Forget what was found for this model and store.")
@@ -55,7 +61,11 @@ def calibrate(
     if undo:
         with options.engine_for(context) as engine:
             had = engine.forget_calibration()
-        echo("what was calibrated is forgotten" if had else "nothing was calibrated for this model")
+        found = "what was calibrated is forgotten"
+        if not had.had_result:
+            found = f"nothing was calibrated{' yet' * bool(had)} for this model"
+        measured = f"; {count(had.prompts, 'measured prompt')} of an unfinished calibration removed"
+        echo(found + measured * (had.prompts > 0))
         return DONE
     sample = CalibrationOptions(
         ratio=largest_ratio(defaults) if ratio is None else ratio,
@@ -94,5 +104,30 @@ def calibrate(
 def _questions(path: Path | None) -> tuple[str, ...]:
     if path is None:
         return ()
-    text = options.read_text("--questions", path, MAX_QUESTIONS_BYTES, "one question a line")
-    return tuple(line.strip() for line in text.splitlines() if line.strip())
+    text = options.read_text("--questions", path, MAX_QUESTIONS_BYTES, FORMS)
+    if text.lstrip()[0] not in "[{":
+        return tuple(line.strip() for line in text.splitlines() if line.strip())
+    is_list = text.lstrip().startswith("[")
+    records: list[Any] = []
+    # Not splitlines: strings may contain U+2028 unescaped.
+    for number, part in enumerate([text] if is_list else text.split("\n"), 1):
+        if not part.strip():
+            continue
+        try:
+            found = loads(part)
+        except (ValueError, RecursionError) as exc:
+            where = "" if is_list else f"line {number} of "
+            raise InvalidInputError(
+                f"{where}--questions {path} is not JSON ({exc}); expected {FORMS}"
+            ) from exc
+        records += found if is_list else [found]
+    return tuple(_question_of(record, path, number) for number, record in enumerate(records, 1))
+
+
+def _question_of(record: Any, path: Path, number: int) -> str:
+    question = record.get("question") if isinstance(record, dict) else None
+    if not isinstance(question, str) or not question.strip():
+        raise InvalidInputError(
+            f"record {number} of --questions {path} has no question; expected {FORMS}"
+        )
+    return question.strip()

@@ -59,7 +59,8 @@ REQUEST = (*DEFAULTS, *SAMPLING)
 def read_text(option: str, path: Path, max_bytes: int, content: str) -> str:
     """The text of a file named by ``option``, which should hold ``content``."""
     try:
-        text = regular_files.read_text(path, max_bytes, follow=True)
+        # utf-8-sig: Windows editors begin files with a mark.
+        text = regular_files.read_text(path, max_bytes, follow=True, encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8"
         raise InvalidInputError(

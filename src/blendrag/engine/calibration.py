@@ -106,8 +106,10 @@ class CalibrationReport:
     def conclusion(self) -> str:
         """One sentence a line."""
         if self.chosen is None:
+            count = len(self.race.rows)
+            measured = "1 prompt was" if count == 1 else f"{count} prompts were"
             return (
-                f"{len(self.race.rows)} prompts were measured and nothing was chosen yet, because "
+                f"{measured} measured and nothing was chosen yet, because "
                 f"{MIN_PROMPTS} or more must choose a policy and check it; the same command goes on from here"
             )
         largest = self.found[-1]
@@ -138,6 +140,19 @@ class CalibrationReport:
             "interrupted": self.interrupted,
             "conclusion": self.conclusion,
         }
+
+
+@dataclass(frozen=True)
+class ForgottenCalibration:
+    """What was kept of calibrations and is removed now; false if there was nothing."""
+
+    had_result: bool
+    """Whether a policy and a ratio had been found."""
+    prompts: int
+    """Measured prompts of a calibration that was not run to its end."""
+
+    def __bool__(self) -> bool:
+        return self.had_result or self.prompts > 0
 
 
 def _line(found: Calibration) -> str:
@@ -215,7 +230,7 @@ def calibrate(
     return CalibrationReport(found, race, time.monotonic() - began, interrupted, before)
 
 
-def undo(kv: KVNamespace, scheduler: Scheduler) -> bool:
+def undo(kv: KVNamespace, scheduler: Scheduler) -> ForgottenCalibration:
     """See :meth:`BlendEngine.forget_calibration`."""
     kv.corpus.require()
 
@@ -225,8 +240,10 @@ def undo(kv: KVNamespace, scheduler: Scheduler) -> bool:
 
     name = scheduler.run(namespace)
     with named_errors(f"removing the calibration below {kv.root}"):
-        partial_races(kv.root, name).clear()
-        return calibrations(kv.root, name).clear()
+        unfinished = partial_races(kv.root, name)
+        prompts = sum(len(race.rows) for race in unfinished.entries())
+        unfinished.clear()
+        return ForgottenCalibration(calibrations(kv.root, name).clear(), prompts)
 
 
 def largest_ratio(settings: Settings) -> float:
@@ -246,8 +263,9 @@ def _asked(kv: KVNamespace, options: CalibrationOptions) -> list[SampledQuestion
     else:
         asked = list(sample_corpus(corpus, options.samples, options.top_k))
     if len(asked) < MIN_PROMPTS:
+        there = "is 1 prompt" if len(asked) == 1 else f"are {len(asked)} prompts"
         raise InvalidInputError(
-            f"there are {len(asked)} prompts to calibrate on, expected {MIN_PROMPTS} or more, some to "
+            f"there {there} to calibrate on, expected {MIN_PROMPTS} or more, some to "
             "choose a policy and others to check it; give more --questions or --samples, or ingest more"
         )
     return asked

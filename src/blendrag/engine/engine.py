@@ -34,7 +34,7 @@ from blendrag.engine.answering import Answering
 from blendrag.engine.answers import AnswerIterator, AsyncAnswerIterator
 from blendrag.engine.asking import Asking
 from blendrag.engine.background_writer import BackgroundWriter
-from blendrag.engine.calibration import CalibrationOptions, CalibrationReport
+from blendrag.engine.calibration import CalibrationOptions, CalibrationReport, ForgottenCalibration
 from blendrag.engine.dry_run import DryRun, dry_run
 from blendrag.engine.exact_prefixes import ExactPrefixes
 from blendrag.engine.exposition import exposition
@@ -506,8 +506,8 @@ class BlendEngine:
             self.kv_namespace, self.planner, self.segments, self.scheduler, options, watch
         )
 
-    def forget_calibration(self) -> bool:
-        """Undo :meth:`calibrate` for the loaded model; whether there was anything to undo."""
+    def forget_calibration(self) -> ForgottenCalibration:
+        """Undo :meth:`calibrate` for the loaded model, also if it is unfinished; what there was of it."""
         return calibrating.undo(self.kv_namespace, self.scheduler)
 
     def profile(
