@@ -677,14 +677,21 @@ def test_a_writer_that_cannot_be_read_is_refused_before_anything_is_stored(
     other = writers.writer(tiny.llama(), tmp_path / "other", seed=1)
     damage(other)
     before = sorted(root.rglob("*.kv"))
-    with tiny.engine(tiny.shared_llama(), root, writer=str(other)) as engine:
-        with tiny.refuses(says, ModelLoadError):
-            engine.ingest([tiny.document(9)])
-        with tiny.refuses(says, ModelLoadError):
-            engine.open()
+    for run in (lambda engine: engine.ingest([tiny.document(9)]), BlendEngine.open):
+        with (
+            tiny.refuses(says, ModelLoadError),
+            tiny.engine(tiny.shared_llama(), root, writer=str(other)) as engine,
+        ):
+            run(engine)
     assert sorted(root.rglob("*.kv")) == before
     with tiny.engine(tiny.shared_llama(), root) as engine:
         assert ask(engine, mode="reuse")[1] > 0
+
+
+def test_a_writer_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+    with tiny.refuses("there is no writer 'nosuch'", ModelLoadError):
+        BlendEngine("demo", tmp_path / "store", writer="nosuch")
+    assert not (tmp_path / "store").exists()
 
 
 def test_a_writer_of_another_model_is_refused_when_the_model_is_opened(

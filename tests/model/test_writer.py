@@ -260,6 +260,14 @@ def llama_writer(tmp_path: Path) -> Writer:
     return Writer.load(writers.writer(tiny.llama(), tmp_path))
 
 
+def test_the_first_layer_that_a_model_lacks_is_named(tmp_path: Path) -> None:
+    made = Writer.load(writers.writer(tiny.llama(num_hidden_layers=12), tmp_path / "writer"))
+    model = tiny.adapter(tiny.llama(num_hidden_layers=2))
+    for each in (made, Writer.from_bytes(made.to_bytes(), "the copy")):
+        with tiny.refuses("has no layer model.layers.2.mlp.down_proj;", ModelLoadError), model.lock:
+            FittedWriter(each, model)
+
+
 @pytest.mark.parametrize(
     ("other", "says"),
     [

@@ -93,7 +93,8 @@ class BlendEngine:
         options: :class:`~blendrag.config.ConstructorOptions`, described in docs/options.md. Those of a
             request are defaults, to whose ``chat_template_kwargs`` a request's own are added.
 
-    Raises :class:`InvalidInputError` for an option that does not exist or is out of range.
+    Raises :class:`InvalidInputError` for an option that does not exist or is out of range, and
+    :class:`ModelLoadError` for a ``writer`` that is not there.
 
     Thread-safe. Close it, or use it as a context manager; call :meth:`drain` first to store the chunks that
     queries missed.

@@ -306,7 +306,7 @@ def opened_namespace(
     """The namespace of an engine with these ``options`` of its constructor; opens nothing yet.
 
     ``manifest``: of the corpus that another process keeps for this one. Raises :class:`InvalidInputError` for
-    options that exclude one another.
+    options that exclude one another, and :class:`ModelLoadError` for a writer that is not there.
     """
     model_kwargs = checked_model_kwargs(
         options.get("model_kwargs"), options.get("device_map"), settings.dtype, settings.device

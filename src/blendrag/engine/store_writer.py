@@ -14,7 +14,7 @@ from pathlib import Path
 from blendrag.engine.model_corpus import ModelCorpus
 from blendrag.errors import BlendragError, ModelLoadError
 from blendrag.model.adapter import ModelAdapter
-from blendrag.model.writer import NONE, FittedWriter, Writer
+from blendrag.model.writer import NONE, FittedWriter, Writer, require_files
 from blendrag.store import writer_files
 
 log = logging.getLogger(__name__)
@@ -24,9 +24,12 @@ class StoreWriter:
     """The writer of one engine over one corpus: the given one, else that of the corpus."""
 
     def __init__(self, given: str | Path | bytes | None, corpus: ModelCorpus) -> None:
-        """``given``: a directory, :data:`NONE`, or what another process :meth:`sent`."""
+        """``given``: a directory, :data:`NONE`, or what another process :meth:`sent`. Raises
+        :class:`ModelLoadError` for a directory that has not the files of a writer, which are read later."""
         self._is_off = str(given) == NONE  # the command line makes paths of directories
         self._given = None if self._is_off else given
+        if isinstance(self._given, str | Path):
+            require_files(self._given)
         self._corpus = corpus
         self._read: Writer | None = None
         self._fitted: tuple[tuple[Hashable, ...], FittedWriter] | None = None

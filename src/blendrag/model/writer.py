@@ -41,6 +41,7 @@ NONE = "none"
 #: Tokens of the forward that checks whether a writer fits a model.
 TRIAL_TOKENS = 4
 
+_NUMBER = re.compile("[0-9]+")
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 #: What a LoRA config may switch on that changes more than ``scale · B A``.
 _REFUSED = (
@@ -123,7 +124,7 @@ class Writer:
         folder = Path(directory).expanduser()
         if folder.is_file():
             return cls.from_bytes(_read(folder), str(folder))
-        _require_writer(folder)
+        require_files(folder)
         try:
             check_adapter_files(folder)
         except ModelLoadError as exc:
@@ -151,7 +152,9 @@ class Writer:
                     f"of rank {rank}; copy the writer again"
                 )
             parts[name] = LowRank(_scale_of(config, name, rank), pair["A"], pair["B"])
-        made = cls(parts, str(mark.get("model", "")), _count_of(mark.get("encode_after")))
+        made = cls(
+            _in_order(parts), str(mark.get("model", "")), _count_of(mark.get("encode_after"))
+        )
         return made._checked(folder)
 
     @classmethod
@@ -165,7 +168,7 @@ class Writer:
                 for layer, scale in about["scales"].items()
             }
             after = _count_of(about.get("encode_after"))
-            return cls(parts, str(about["model"]), after)._checked(name)
+            return cls(_in_order(parts), str(about["model"]), after)._checked(name)
         except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as exc:
             raise ModelLoadError(
                 f"{name} is not the file of a writer, or it is damaged ({str(exc)[:80]}); copy it again"
@@ -199,11 +202,23 @@ def mark_as_writer(directory: Path, model_id: str, encode_after: int = 0) -> Non
     regular_files.replace(directory / MARK, json.dumps(mark, indent=1).encode())
 
 
+def _in_order(parts: Mapping[str, LowRank]) -> dict[str, LowRank]:
+    """By name, layer 2 before layer 10. Files are read in a random order, and errors name the first."""
+    return dict(
+        sorted(parts.items(), key=lambda part: _NUMBER.sub(lambda n: n[0].zfill(6), part[0]))
+    )
+
+
 def _count_of(value: Any) -> int | None:
     return value if isinstance(value, int) and value >= 0 else None
 
 
-def _require_writer(folder: Path) -> None:
+def require_files(directory: Path | str) -> None:
+    """Raise :class:`ModelLoadError` unless ``directory`` has the files of a writer, or is one file; reads
+    nothing."""
+    folder = Path(directory).expanduser()
+    if folder.is_file():
+        return
     missing = [name for name in (CONFIG, WEIGHTS, MARK) if not (folder / name).is_file()]
     shown = f"{quoted(str(folder), 200)}{of_variable('writer', folder)}"
     if missing == [MARK]:
