@@ -96,7 +96,8 @@ def _of_store(
     chunker = Chunker(tokens.text, manifest.chunk_tokens)
     alone, records = _questions(questions, chunker)
     made = tuple(groups)
-    after = manifest.encode_after if encode_after is None else encode_after
+    after = settings().encode_after if encode_after is None else encode_after
+    after = manifest.encode_after if after is None else after
     embedder = None
     if alone or after:
         check_embedder(named, manifest, root)

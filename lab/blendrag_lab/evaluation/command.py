@@ -179,7 +179,8 @@ def evaluate(
         trust_remote_code=trusts,
     )
     adapter.require_blendable()
-    kept_as = cast("KVEncoding", given["kv_encoding"] or settings().kv_encoding)
+    of_store = None if manifest is None else manifest.encoding
+    kept_as = cast("KVEncoding", given["kv_encoding"] or of_store or settings().kv_encoding)
     recipe = ChunkRecipe("" if writer is None else writer.fingerprint, after)
     identity = adapter.identity.encoded(kept_as).by(recipe)
     ways = look_up(ways, store or settings().store, identity.namespace)
@@ -220,8 +221,7 @@ def _writer(
     if as_schema:
         if str(given or NONE) != NONE:
             raise InvalidInputError(
-                "--writer changes nothing with --schema, whose modules the model encodes without one; leave "
-                "one of them out"
+                f"--writer {given} with --schema, whose modules are encoded without one; leave one out"
             )
         return None
     chosen = given or settings().writer

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 import tiny
+from blendrag.config import settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.documents import LEARNED, Entry, NewEntry
 from blendrag.text.chunking import Chunk, chunk_id_of, learned_id
@@ -40,3 +42,22 @@ def test_entries_of_one_document_are_a_group_and_learned_passages_are_in_none(
     ]
     assert groups == [{("mill.md", f"Part {n}") for n in range(3)}]
     assert not any("Quillon" in each.text for group in made.groups for each in group.passages)
+
+
+def test_chunks_of_a_store_are_trained_on_as_it_encodes_them_or_as_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny.engine(tiny.llama(), tmp_path / "s", encode_after=1) as engine:
+        engine.ingest([tiny.document(0)]).whole()
+        tokens = engine.adapter.tokens
+
+    def encode_after(given: int | None) -> int:
+        return corpus_of(tokens, tmp_path / "s", (), (), encode_after=given).encode_after
+
+    assert (encode_after(None), encode_after(0)) == (1, 0)
+    monkeypatch.setenv("BLENDRAG_ENCODE_AFTER", "3")
+    settings.cache_clear()
+    try:
+        assert (encode_after(None), encode_after(0)) == (3, 0)
+    finally:
+        settings.cache_clear()

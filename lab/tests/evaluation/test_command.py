@@ -245,9 +245,10 @@ def test_the_calibration_of_a_store_with_a_writer_is_looked_up(model, tmp_path, 
         assert asked[0] == corpus.manifest.namespace != asked[1]
 
 
-def test_the_calibration_of_a_store_with_encode_after_is_found(model, tmp_path):
+def test_the_calibration_of_a_store_is_found_as_it_encodes_chunks(model, tmp_path):
     store, docs = tmp_path / "store", write_documents(tmp_path / "docs", documents=1)
-    assert invoke(*ingest_args(docs, model, store, "--encode-after", "1")).exit_code == 0
+    encoded = ("--encode-after", "1", "--kv-encoding", "int8")
+    assert invoke(*ingest_args(docs, model, store, *encoded)).exit_code == 0
     with Corpus.open(store, read_only=True) as corpus:
         namespace = corpus.manifest.namespace
     found = Calibration("boundary(4)", "boundary(4)", 0.1, 8, 0.0, 1.0, 1.0, 1.0, 0.0)
@@ -264,7 +265,7 @@ def test_a_writer_that_cannot_be_used_is_one_sentence(model, tmp_path):
     assert "there is no writer" in refused(*reuse, "--writer", str(tmp_path / "gone"))
     assert "does not fit" in refused(*reuse, "--writer", str(other))
     schema = [*reuse, "--schema", "--writer"]
-    assert "changes nothing with --schema" in refused(*schema, str(other))
+    assert "with --schema, whose modules are encoded without one" in refused(*schema, str(other))
     assert rows(*schema, "none")
 
 
