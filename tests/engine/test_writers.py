@@ -269,6 +269,30 @@ def test_an_ingest_says_that_a_writer_was_trained_on_chunks_encoded_otherwise(
     assert kept.encode_after == 1
 
 
+def test_it_is_also_said_of_the_writer_of_a_store_when_encode_after_is_given(root: Path) -> None:
+    told = "was trained with encode_after 0, and chunks are encoded with encode_after 1"
+    documents = [tiny.document(number) for number in NUMBERS]
+    with tiny.engine(tiny.shared_llama(), root, encode_after=1) as engine:
+        (warning,) = [each for each in engine.ingest(documents).warnings if told in each]
+        assert "; ingest with encode_after 0 (--encode-after 0), or" in warning
+    with tiny.engine(tiny.shared_llama(), root) as engine:
+        assert not engine.ingest(documents).warnings  # it was said
+    (fingerprint,) = writer_files.kept_in(root)
+    writer_files.remove(root, fingerprint)
+    with tiny.engine(tiny.shared_llama(), root, encode_after=1) as engine:
+        assert not engine.ingest(documents).warnings  # they need no writer
+
+
+def test_a_writer_that_does_not_say_was_trained_on_chunks_encoded_alone(tmp_path: Path) -> None:
+    folder = writers.writer(tiny.llama(), tmp_path / "writer")
+    (folder / MARK).write_text('{"model": "a model"}')
+    with tiny.engine(
+        tiny.shared_llama(), tmp_path / "kv", writer=str(folder), encode_after=1
+    ) as engine:
+        (warning,) = engine.ingest([tiny.document(7)]).warnings
+    assert "was trained with encode_after 0, and" in warning
+
+
 def test_two_engines_with_different_writers_share_a_model_and_a_store(
     root: Path, folder: Path, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,9 @@ from blendrag.engine.lazy_model import LazyModel, opened
 from blendrag.engine.loaded_as import RECORDS, recorded
 from blendrag.engine.model_corpus import CorpusSettings, ModelCorpus
 from blendrag.engine.store_writer import StoreWriter
-from blendrag.errors import InvalidInputError, StoreFullError
+from blendrag.errors import InvalidInputError, ModelLoadError, StoreFullError
 from blendrag.model.loading import checked_model_kwargs
+from blendrag.model.writer import Writer
 from blendrag.planning.profile import ProfileCache, conditions_of
 from blendrag.store.identity import ChunkRecipe, chunk_key, kv_namespace
 from blendrag.store.kv import KVLayout
@@ -110,11 +112,24 @@ class KVNamespace:
 
     def warnings(self) -> list[str]:
         """What an ingest says before it begins."""
-        writer = self.writer.writer() if self.writer.is_given else None
-        told = self._unlike_corpus()
+        writer, told = self._named_writer(), self._unlike_corpus()
         if writer is not None and (why := writer.trained_otherwise(self.recipe.encode_after)):
-            told.append(f"{why}; ingest with encode_after {writer.encode_after}")
+            after = writer.encode_after
+            told.append(
+                f"{why}; ingest with encode_after {after} (--encode-after {after}), or compare both with "
+                "blendrag eval"
+            )
         return told
+
+    def _named_writer(self) -> Writer | None:
+        """The writer, if this ingest was given it or how many chunks to encode after; an earlier one has said
+        what else there is to say. Raises :class:`ModelLoadError` for a given writer that cannot be read."""
+        if self.writer.is_given:
+            return self.writer.writer()
+        if self._options.get("encode_after") is not None:
+            with suppress(ModelLoadError):  # one that is lost is named when a chunk needs it
+                return self.writer.writer()
+        return None
 
     def _unlike_corpus(self) -> list[str]:
         """What the corpus has otherwise than an ingest is asked for: settings of a new corpus, and the recipe

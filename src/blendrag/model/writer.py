@@ -78,8 +78,9 @@ class Writer:
     """By the name of the linear layer."""
     model_id: str
     """Model that it was trained for."""
-    encode_after: int | None = None
-    """Similar chunks that each chunk was encoded after in training; ``None`` if the writer does not say."""
+    encode_after: int = 0
+    """Similar chunks that each chunk was encoded after in training; 0 in writers that do not say, which
+    were trained before others were possible."""
 
     @cached_property
     def fingerprint(self) -> str:
@@ -96,8 +97,8 @@ class Writer:
         return f"writer {self.fingerprint[:12]} (rank {self.rank}, {len(self.parts)} layers)"
 
     def trained_otherwise(self, encode_after: int) -> str:
-        """Why it helps less with chunks that are encoded so; empty if it was trained so, or does not say."""
-        if self.encode_after in (None, encode_after):
+        """Why it helps less with chunks that are encoded so; empty if it was trained so."""
+        if self.encode_after == encode_after:
             return ""
         return (
             f"{self.label} was trained with encode_after {self.encode_after}, and chunks are encoded "
@@ -209,8 +210,8 @@ def _in_order(parts: Mapping[str, LowRank]) -> dict[str, LowRank]:
     )
 
 
-def _count_of(value: Any) -> int | None:
-    return value if isinstance(value, int) and value >= 0 else None
+def _count_of(value: Any) -> int:
+    return value if isinstance(value, int) and value >= 0 else 0
 
 
 def require_files(directory: Path | str) -> None:
