@@ -287,7 +287,7 @@ def test_tokens_that_were_chosen_say_less_about_the_others_than_random_ones():
         return float(values[0, left][0, 0])
 
     both, alone, biased = moved(1, 1), moved(1, 0), moved(0, 1)
-    assert 0.6 < both < 1
+    assert 0.5 < both < 0.7  # more than the prior leaves out, less than the gain
     assert alone + biased == pytest.approx(both, abs=1e-5)
     assert biased < alone  # 30 probes, 150 others
 

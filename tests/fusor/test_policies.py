@@ -90,14 +90,14 @@ def test_sets_are_nested_ascending_and_within_the_budget(name, geometry, ratio, 
         assert sets[0].numel() == sets[1].numel()  # layer 0 computes nothing that layer 1 drops
 
 
-def test_a_quarter_of_query_shift_are_random_tokens_in_every_layer():
+def test_some_tokens_of_query_shift_are_random_in_every_layer():
     geometry = PromptGeometry(600, ((10, 210), (220, 580)), (590, 600))
     tokens = candidates(geometry)
     attention = torch.arange(len(tokens), dtype=torch.float32)
     shift, query = make_policy("query+shift"), make_policy("query")
     view = blind_view(geometry, attention=attention)
     probes = shift.probes(view, 80)
-    assert probes.numel() == 20
+    assert probes.numel() == 12
     assert torch.equal(probes, shift.probes(view, 80))
     assert query.probes(view, 80).numel() == 0
     assert int(probes.median()) < 450  # attention alone would take the last

@@ -2,10 +2,10 @@
 
 Chunks were encoded without the text that is before them now, so part of the error is the same for all tokens
 of a chunk, and part for all of a prompt. The recomputed tokens show it: fresh minus stored. In each layer and
-KV head, every other token is moved by the mean error of its chunk. Tokens that a policy chose for a reason
-err unlike the others, so that random ones among them, the *probes*, count more. Few tokens give a noisy mean:
-a chunk's is drawn towards the prompt's, and that one towards 0, each as if :data:`PRIOR_TOKENS` more probes
-had it.
+KV head, every other token is moved by :data:`GAIN` times the mean error of its chunk. Tokens that a policy
+chose for a reason err unlike the others, so that random ones among them, the *probes*, count more. Few tokens
+give a noisy mean: a chunk's is drawn towards the prompt's, and that one towards 0, each as if
+:data:`PRIOR_TOKENS` more probes had it.
 Keys are compared and moved as they were before rotation, relative to the start of their chunk.
 """
 
@@ -20,6 +20,8 @@ from blendrag.model.positions import Repositioner
 PRIOR_TOKENS = 12
 #: How many probes all tokens together count for that are none.
 CHOSEN_TOKENS = 24
+#: The whole mean is too much for some prompts: where an answer copies a name, moved keys can hide it.
+GAIN = 0.7
 
 
 class ChunkShift:
@@ -69,7 +71,7 @@ class ChunkShift:
             sums = errors.new_zeros((heads, self._chunks + 1, width))
             sums.index_add_(1, self._chosen_chunks, errors)
             prompt_mean = errors.sum(1, keepdim=True) / (self._weights.sum() + PRIOR_TOKENS)
-            means = (sums + PRIOR_TOKENS * prompt_mean) / self._chunk_weights
+            means = GAIN * (sums + PRIOR_TOKENS * prompt_mean) / self._chunk_weights
             means[:, -1] = 0  # of tokens in no blended chunk
             moved = means[:, self._chunk_of[self._hull]]  # [Hkv, hull, D]
             if turns:

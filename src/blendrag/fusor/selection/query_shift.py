@@ -1,7 +1,7 @@
 """``query+shift``: the tokens of ``query``, random ones, and what both show about the others (AgentKVShift).
 
-A quarter of the budget are random tokens. Tokens that are not recomputed are moved by the mean error of those
-of their chunk that are; see :mod:`blendrag.fusor.shift`. Each request then has chunks of its own: while
+Part of the budget are random tokens. Tokens that are not recomputed are moved by the mean error of those of
+their chunk that are; see :mod:`blendrag.fusor.shift`. Each request then has chunks of its own: while
 requests decode together, only ``query`` keeps chunks that they have in common in memory once.
 """
 
@@ -13,7 +13,7 @@ from blendrag.fusor.selection.base import LayerView, top
 from blendrag.fusor.selection.query import QueryPolicy
 from blendrag.fusor.selection.random import random_scores
 
-PROBE_SHARE = 0.25
+PROBE_SHARE = 0.15
 
 
 class QueryShiftPolicy(QueryPolicy):
