@@ -28,10 +28,7 @@ class ChunkShift:
     """The shift of one prompt's blended chunks. Exact chunks and fresh tokens stay."""
 
     def __init__(
-        self,
-        geometry: PromptGeometry,
-        probes: torch.Tensor,
-        repositioner: Repositioner,
+        self, geometry: PromptGeometry, probes: torch.Tensor, repositioner: Repositioner
     ) -> None:
         """``probes`` ``[p]``: random tokens among those that are recomputed."""
         device = probes.device
@@ -89,7 +86,5 @@ class ChunkShift:
         weights = torch.where(is_probe, 1.0, min(1.0, CHOSEN_TOKENS / max(1, others)))
         in_chunks = weights.new_full((self._chunks + 1,), PRIOR_TOKENS)
         in_chunks.index_add_(0, self._chosen_chunks, weights)
-        self._weights, self._chunk_weights = (
-            weights[:, None],
-            in_chunks[:, None],
-        )  # [n, 1], [chunks + 1, 1]
+        self._weights = weights[:, None]  # [n, 1]
+        self._chunk_weights = in_chunks[:, None]  # [chunks + 1, 1]
