@@ -126,7 +126,7 @@ class Fusion:
         self._plan = self._selector.plan(self._prompt, self._force_masks)
         if self._plan:
             self._chosen, self.rows = self._plan[0].chosen, self._plan[0].rows
-            if (probes := self._selector.probes()).numel():
+            if (probes := self._selector.probes).numel():
                 self._shift = ChunkShift(self._selector.geometry, probes, self._repositioner)
         else:
             self._set_rows(self._selector.entry())

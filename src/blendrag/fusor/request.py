@@ -114,6 +114,8 @@ class TokenSelector:
         self._budgets = [*budgets[:1], *budgets] if budgets else [self.candidates.numel()]
         """Tokens per layer; layer 0 computes what layer 1 needs."""
         self._attention: torch.Tensor | None = None
+        self.probes = self.candidates[:0]
+        """The policy's, once the rows are planned: tokens by whose errors stored KV is moved."""
 
     @property
     def needs_scout(self) -> bool:
@@ -143,14 +145,11 @@ class TokenSelector:
         if not self.policy.ranks_once or not self.candidates.numel():
             return []
         view = self._view(self.candidates)
+        self.probes = self.policy.probes(view, self._budgets[0])
         scores = self.policy.scores(view, self._budgets[0]).cpu().numpy()
         rank = np.empty(len(scores), dtype=np.int64)
         rank[np.argsort(-scores, kind="stable")] = np.arange(len(scores))
         return nested_rows(prompt, *self._host, rank, self._budgets, force_masks)
-
-    def probes(self) -> torch.Tensor:
-        """The policy's: tokens of layer 0 by whose errors stored KV is moved."""
-        return self.policy.probes(self._view(self.candidates), self._budgets[0])
 
     def entry(self) -> torch.Tensor:
         """Candidates computed in layer 0: all of them if fresh KV is compared with loaded."""

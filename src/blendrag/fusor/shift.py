@@ -20,7 +20,7 @@ from blendrag.model.positions import Repositioner
 PRIOR_TOKENS = 12
 #: How many probes all tokens together count for that are none.
 CHOSEN_TOKENS = 24
-#: The whole mean is too much for some prompts: where an answer copies a name, moved keys can hide it.
+#: The whole mean is too much for some prompts: where an answer copies a passage, moved keys can hide it.
 GAIN = 0.7
 
 
