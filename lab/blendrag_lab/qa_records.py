@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from blendrag.errors import InvalidInputError
 from blendrag.store import regular_files
+from blendrag.text.json_records import Record
 
-Record = Mapping[str, Any]
 #: Size limit of a file.
 MAX_BYTES = 4096 * regular_files.MIB
 
@@ -23,30 +21,6 @@ def read_text(path: Path, expected: str) -> str:
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "not UTF-8"
         raise InvalidInputError(f"{path} cannot be read ({reason}); expected {expected}") from exc
-
-
-def records_in(text: str, path: Path, expected: str) -> list[Record]:
-    """The records of a file whose text that is. Raises :class:`InvalidInputError`."""
-    is_list = text.lstrip().startswith("[")
-    found: list[Record] = []
-    # Not splitlines: strings may contain U+2028 unescaped.
-    for number, part in enumerate([text] if is_list else text.split("\n"), 1):
-        if not part.strip():
-            continue
-        try:
-            value = json.loads(part)
-        except (ValueError, RecursionError) as exc:
-            line = number + exc.lineno - 1 if isinstance(exc, json.JSONDecodeError) else number
-            raise InvalidInputError(
-                f"line {line} of {path} is not JSON ({exc}); expected {expected}"
-            ) from exc
-        found += value if is_list else [value]
-    for number, record in enumerate(found, 1):
-        if not isinstance(record, Mapping):
-            raise InvalidInputError(
-                f"record {number} of {path} is of type {type(record).__name__}, expected {expected}"
-            )
-    return found
 
 
 def passages_of(record: Record, where: str) -> list[tuple[str, str]]:

@@ -12,9 +12,10 @@ from blendrag.errors import InvalidInputError
 from blendrag.model.adapter import ModelAdapter
 from blendrag.planning.calibrate import question_about
 from blendrag.text.chunking import Chunker
+from blendrag.text.json_records import records_in
 from blendrag_lab.distillation.material import Asked, Group
 from blendrag_lab.distillation.prompts import TrainingPassage
-from blendrag_lab.qa_records import passage_texts, read_text, records_in
+from blendrag_lab.qa_records import passage_texts, read_text
 
 FORMS = "one question a line, or JSON records of {question, ctxs: [{title, text}, …]}"
 #: Behind the passage, where small models follow it.
@@ -108,7 +109,7 @@ def read_questions(path: Path, chunker: Chunker) -> tuple[list[str], list[Group]
     alone: list[str] = []
     groups: dict[tuple[TrainingPassage, ...], list[Asked]] = {}
     parts: dict[str, list[str]] = {}
-    for number, record in enumerate(records_in(text, path, FORMS), 1):
+    for number, record in enumerate(records_in(text, str(path), FORMS), 1):
         where = f"record {number} of {path}"
         question = record.get("question")
         if not isinstance(question, str) or not question.strip():

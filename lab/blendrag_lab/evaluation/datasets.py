@@ -27,8 +27,9 @@ from blendrag.errors import InvalidInputError
 from blendrag.model.tokens import Tokens
 from blendrag.store.identity import digest_fields
 from blendrag.text.chunking import Chunker
+from blendrag.text.json_records import Record, records_in
 from blendrag.text.matches import MIN_LETTERS, is_recognisable
-from blendrag_lab.qa_records import Record, passage_texts, read_text, records_in
+from blendrag_lab.qa_records import passage_texts, read_text
 from blendrag_lab.synthetic.generator import Split
 from blendrag_lab.synthetic.questions import contexts
 
@@ -216,7 +217,7 @@ def read_records(path: Path) -> list[Record]:
         f"synthetic, code, long, tables, chat, or a JSON or JSON lines file of {FORMS}; questions alone are "
         "for blendrag calibrate --questions"
     )
-    return records_in(read_text(path, expected), path, expected)
+    return records_in(read_text(path, expected), str(path), expected)
 
 
 def _metric_of(record: Record, path: Path) -> Metric:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from json import loads
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +13,7 @@ from blendrag.cli.output import count, duration, echo, print_json, say
 from blendrag.cli.progress import StatusLine
 from blendrag.errors import InvalidInputError
 from blendrag.store.regular_files import MIB
+from blendrag.text.json_records import Record, records_in
 
 if TYPE_CHECKING:
     from blendrag.planning.calibrate import Race
@@ -107,25 +107,12 @@ def _questions(path: Path | None) -> tuple[str, ...]:
     text = options.read_text("--questions", path, MAX_QUESTIONS_BYTES, FORMS)
     if text.lstrip()[0] not in "[{":
         return tuple(line.strip() for line in text.splitlines() if line.strip())
-    is_list = text.lstrip().startswith("[")
-    records: list[Any] = []
-    # Not splitlines: strings may contain U+2028 unescaped.
-    for number, part in enumerate([text] if is_list else text.split("\n"), 1):
-        if not part.strip():
-            continue
-        try:
-            found = loads(part)
-        except (ValueError, RecursionError) as exc:
-            where = "" if is_list else f"line {number} of "
-            raise InvalidInputError(
-                f"{where}--questions {path} is not JSON ({exc}); expected {FORMS}"
-            ) from exc
-        records += found if is_list else [found]
+    records = records_in(text, f"--questions {path}", FORMS)
     return tuple(_question_of(record, path, number) for number, record in enumerate(records, 1))
 
 
-def _question_of(record: Any, path: Path, number: int) -> str:
-    question = record.get("question") if isinstance(record, dict) else None
+def _question_of(record: Record, path: Path, number: int) -> str:
+    question = record.get("question")
     if not isinstance(question, str) or not question.strip():
         raise InvalidInputError(
             f"record {number} of --questions {path} has no question; expected {FORMS}"
