@@ -1,11 +1,12 @@
-"""Moves stored KV by the mean error of recomputed tokens (AgentKVShift).
+"""Moves stored KV by the errors of recomputed tokens (AgentKVShift).
 
-Chunks were encoded without the text that is before them now, so part of the error is the same for all tokens
-of a chunk, and part for all of a prompt. The recomputed tokens show it: fresh minus stored. In each layer and
-KV head, every other token is moved by :data:`GAIN` times the mean error of its chunk. Tokens that a policy
-chose for a reason err unlike the others, so that random ones among them, the *probes*, count more. Few tokens
-give a noisy mean: a chunk's is drawn towards the prompt's, and that one towards 0, each as if
-:data:`PRIOR_TOKENS` more probes had it.
+Chunks were encoded without the text that is before them now. Part of the error is the same for all tokens of
+a prompt, part for all of a chunk, and part for neighbours. Recomputed tokens show it: fresh minus stored. In
+each layer and KV head, the others are moved by :data:`GAIN` times the error that is expected of them: about
+the mean of the prompt, that of a Gaussian process over the positions in their chunk (Rasmussen and Williams
+2006, 2.2), where what each token has of its own has variance 1. Some tokens err far more than most and would
+move the others too far, so longer errors count as :data:`LONGEST` times the median. Tokens that a policy
+chose for a reason err unlike the others, too: random ones among them, the *probes*, count more.
 Keys are compared and moved as they were before rotation, relative to the start of their chunk.
 """
 
@@ -17,11 +18,16 @@ from blendrag.fusor.rows import Rows
 from blendrag.fusor.selection import PromptGeometry
 from blendrag.model.positions import Repositioner
 
-PRIOR_TOKENS = 12
+#: A prompt's mean is drawn towards 0 as by this many probes without an error.
+PRIOR_PROBES = 12
+#: Variance of what tokens of a chunk share, and of what neighbours do; this falls by e every LENGTH tokens.
+CHUNK, NEAR, LENGTH = 1 / 12, 0.3, 48
+LONGEST = 1.5
 #: How many probes all tokens together count for that are none.
 CHOSEN_TOKENS = 24
-#: The whole mean is too much for some prompts: where an answer copies a passage, moved keys can hide it.
 GAIN = 0.7
+#: Tokens that are moved alike, and the most such segments of a chunk.
+SEGMENT, MOST_SEGMENTS = 16, 256
 
 
 class ChunkShift:
@@ -34,14 +40,17 @@ class ChunkShift:
         device = probes.device
         spans = geometry.chunk_spans
         self._hull = slice(spans[0][0], spans[-1][1])
-        self._chunks = len(spans)
-        chunk_of = torch.full((geometry.prompt_tokens,), self._chunks)
+        longest = max(end - start for start, end in spans)
+        self._segment = max(SEGMENT, -(-longest // MOST_SEGMENTS))
+        self._shape = len(spans) + 1, -(-longest // self._segment)
+        """Chunks, with one more for tokens that are in none, and segments in each."""
         index = torch.zeros(geometry.prompt_tokens, dtype=torch.long)
+        segment = torch.full_like(index, len(spans) * self._shape[1])
         for chunk, (start, end) in enumerate(spans):
-            chunk_of[start:end] = chunk
             index[start:end] = torch.arange(end - start)
-        self._chunk_of, self._index = chunk_of.to(device), index.to(device)
-        """``[N]``: the chunk of each token, the number of chunks for others, and the token's index in it."""
+            segment[start:end] = chunk * self._shape[1] + index[start:end] // self._segment
+        self._index, self._segment_of = index.to(device), segment.to(device)
+        """``[N]``: the index of each token in its chunk, and its segment among those of all chunks."""
         self._probes, self._repositioner = probes, repositioner
         self._forth = repositioner.tables(self._index[self._hull])
         self._chosen: torch.Tensor | None = None
@@ -61,16 +70,17 @@ class ChunkShift:
         for part, (new, old) in enumerate(zip(fresh, loaded, strict=True)):
             turns = part == self._repositioner.part(layer)
             errors = new[:, self._at].float() - old[:, chosen].float()  # [Hkv, n, D]
+            lengths = errors.norm(dim=-1, keepdim=True)
+            most = LONGEST * lengths.median(1, keepdim=True).values
+            errors *= self._weights * (most / lengths.clamp(min=1e-9)).clamp_(max=1)
             if turns:
                 self._repositioner.rotate_(errors, layer, self._back)
             heads, _, width = errors.shape
-            errors *= self._weights
-            sums = errors.new_zeros((heads, self._chunks + 1, width))
-            sums.index_add_(1, self._chosen_chunks, errors)
-            prompt_mean = errors.sum(1, keepdim=True) / (self._weights.sum() + PRIOR_TOKENS)
-            means = GAIN * (sums + PRIOR_TOKENS * prompt_mean) / self._chunk_weights
-            means[:, -1] = 0  # of tokens in no blended chunk
-            moved = means[:, self._chunk_of[self._hull]]  # [Hkv, hull, D]
+            sums = errors.new_zeros((heads, self._of_sum.numel(), width))
+            sums.index_add_(1, self._segment_of[chosen], errors)
+            expected = (self._smoother @ sums.unflatten(1, self._shape)).flatten(1, 2)
+            expected += self._of_sum * sums.sum(1, keepdim=True)
+            moved = GAIN * expected[:, self._segment_of[self._hull]]  # [Hkv, hull, D]
             if turns:
                 self._repositioner.rotate_(moved, layer, self._forth)
             old[:, self._hull] += moved  # added up in float32
@@ -79,12 +89,21 @@ class ChunkShift:
         """What layers with the same tokens share."""
         self._chosen = chosen
         self._at = torch.searchsorted(rows.positions, chosen)
-        self._chosen_chunks = self._chunk_of[chosen]
         self._back = self._repositioner.tables(-self._index[chosen])
         is_probe = torch.isin(chosen, self._probes)
         others = chosen.numel() - self._probes.numel()
         weights = torch.where(is_probe, 1.0, min(1.0, CHOSEN_TOKENS / max(1, others)))
-        in_chunks = weights.new_full((self._chunks + 1,), PRIOR_TOKENS)
-        in_chunks.index_add_(0, self._chosen_chunks, weights)
+        chunks, segments = self._shape
+        known = weights.new_zeros(chunks * segments)
+        known = known.index_add_(0, self._segment_of[chosen], weights).view(chunks, segments, 1)
+        at = torch.arange(segments, device=chosen.device) * self._segment
+        shared = CHUNK + NEAR * torch.exp((at[:, None] - at).abs() / -LENGTH)
+        own = torch.eye(segments, device=chosen.device)
+        # expected = mean + smoother (sums - known mean), where smoother = shared (1 + known shared)^-1
+        self._smoother = torch.linalg.solve(own + known * shared, shared, left=False)
+        of_mean = 1 - self._smoother @ known
+        of_mean[-1] = 0  # of tokens in no blended chunk
+        self._of_sum = of_mean.view(-1, 1) / (
+            weights.sum() + PRIOR_PROBES
+        )  # [segments of all chunks, 1]
         self._weights = weights[:, None]  # [n, 1]
-        self._chunk_weights = in_chunks[:, None]  # [chunks + 1, 1]
