@@ -5,8 +5,8 @@ a prompt, part for all of a chunk, and part for neighbours. Recomputed tokens sh
 each layer and KV head, the others are moved by :data:`GAIN` times the error that is expected of them: about
 the mean of the prompt, that of a Gaussian process over the positions in their chunk (Rasmussen and Williams
 2006, 2.2), where what each token has of its own has variance 1. Some tokens err far more than most and would
-move the others too far, so longer errors count as :data:`LONGEST` times the median. Tokens that a policy
-chose for a reason err unlike the others, too: random ones among them, the *probes*, count more.
+move the others too far, so errors longer than the median are shortened to it. Tokens that a policy chose for
+a reason err unlike the others, too: random ones among them, the *probes*, count more.
 Keys are compared and moved as they were before rotation, relative to the start of their chunk.
 """
 
@@ -21,11 +21,10 @@ from blendrag.model.positions import Repositioner
 #: A prompt's mean is drawn towards 0 as by this many probes without an error.
 PRIOR_PROBES = 12
 #: Variance of what tokens of a chunk share, and of what neighbours do; this falls by e every LENGTH tokens.
-CHUNK, NEAR, LENGTH = 1 / 12, 0.3, 48
-LONGEST = 1.5
+CHUNK, NEAR, LENGTH = 1 / 12, 1, 48
 #: How many probes all tokens together count for that are none.
 CHOSEN_TOKENS = 24
-GAIN = 0.7
+GAIN = 0.8
 #: Tokens that are moved alike, and the most such segments of a chunk.
 SEGMENT, MOST_SEGMENTS = 16, 256
 
@@ -71,8 +70,8 @@ class ChunkShift:
             turns = part == self._repositioner.part(layer)
             errors = new[:, self._at].float() - old[:, chosen].float()  # [Hkv, n, D]
             lengths = errors.norm(dim=-1, keepdim=True)
-            most = LONGEST * lengths.median(1, keepdim=True).values
-            errors *= self._weights * (most / lengths.clamp(min=1e-9)).clamp_(max=1)
+            usual = lengths.median(1, keepdim=True).values
+            errors *= self._weights * (usual / lengths.clamp(min=1e-9)).clamp_(max=1)
             if turns:
                 self._repositioner.rotate_(errors, layer, self._back)
             heads, _, width = errors.shape
@@ -103,7 +102,6 @@ class ChunkShift:
         self._smoother = torch.linalg.solve(own + known * shared, shared, left=False)
         of_mean = 1 - self._smoother @ known
         of_mean[-1] = 0  # of tokens in no blended chunk
-        self._of_sum = of_mean.view(-1, 1) / (
-            weights.sum() + PRIOR_PROBES
-        )  # [segments of all chunks, 1]
+        self._of_sum = of_mean.view(-1, 1) / (weights.sum() + PRIOR_PROBES)
+        """``[segments of all chunks, 1]``: the share of a prompt's sum that its mean adds."""
         self._weights = weights[:, None]  # [n, 1]
