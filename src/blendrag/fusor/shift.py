@@ -5,8 +5,8 @@ a prompt, part for all of a chunk, and part for neighbours. Recomputed tokens sh
 each layer and KV head, the others are moved by :data:`GAIN` times the error that is expected of them: about
 the mean of the prompt, that of a Gaussian process over the positions in their chunk (Rasmussen and Williams
 2006, 2.2), where what each token has of its own has variance 1. Some tokens err far more than most and would
-move the others too far, so errors longer than the median are shortened to it. Tokens that a policy chose for
-a reason err unlike the others, too: random ones among them, the *probes*, count more.
+move the others too far, so errors longer than the median of their chunk are shortened to it. Tokens that a
+policy chose for a reason err unlike the others, too: random ones among them, the *probes*, count more.
 Keys are compared and moved as they were before rotation, relative to the start of their chunk.
 """
 
@@ -70,7 +70,7 @@ class ChunkShift:
             turns = part == self._repositioner.part(layer)
             errors = new[:, self._at].float() - old[:, chosen].float()  # [Hkv, n, D]
             lengths = errors.norm(dim=-1, keepdim=True)
-            usual = lengths.median(1, keepdim=True).values
+            usual = self._medians(lengths[..., 0])[..., None]
             errors *= self._weights * (usual / lengths.clamp(min=1e-9)).clamp_(max=1)
             if turns:
                 self._repositioner.rotate_(errors, layer, self._back)
@@ -84,6 +84,14 @@ class ChunkShift:
                 self._repositioner.rotate_(moved, layer, self._forth)
             old[:, self._hull] += moved  # added up in float32
 
+    def _medians(self, lengths: torch.Tensor) -> torch.Tensor:
+        """For each of ``lengths`` ``[Hkv, n]`` the median of its chunk."""
+        heads, of_chunk = lengths.shape[0], self._shape[0] * self._most
+        padded = lengths.new_full((heads, of_chunk), torch.nan)
+        padded[:, self._slots] = lengths
+        medians = padded.unflatten(1, (-1, self._most)).nanmedian(-1).values
+        return medians[:, self._slots // self._most]
+
     def _look_up(self, rows: Rows, chosen: torch.Tensor) -> None:
         """What layers with the same tokens share."""
         self._chosen = chosen
@@ -91,6 +99,13 @@ class ChunkShift:
         self._back = self._repositioner.tables(-self._index[chosen])
         is_probe = torch.isin(chosen, self._probes)
         others = chosen.numel() - self._probes.numel()
+        chunk = self._segment_of[chosen] // self._shape[1]
+        counts = torch.bincount(chunk, minlength=self._shape[0])
+        self._most = int(counts.max())
+        rank = (
+            torch.arange(chosen.numel(), device=chosen.device) - (counts.cumsum(0) - counts)[chunk]
+        )
+        self._slots = chunk * self._most + rank
         weights = torch.where(is_probe, 1.0, min(1.0, CHOSEN_TOKENS / max(1, others)))
         chunks, segments = self._shape
         known = weights.new_zeros(chunks * segments)
