@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -238,7 +239,7 @@ def test_an_error_that_a_chunk_has_in_common_is_taken_back(name):
     fusor, moves = Fusor(adapter), adapter.repositioner
     stock = tiny.kv_between(adapter, IDS[0].tolist(), 0, N).layers
     prefix = tiny.span(adapter, IDS, 0, 10, exact=True)
-    off: dict[str, float] = {}
+    off: dict[str, list[float]] = {}
     for policy in ("query", "query+shift"):
         spans = exact_spans(adapter)
         for number, span in enumerate(spans):
@@ -252,79 +253,95 @@ def test_an_error_that_a_chunk_has_in_common_is_taken_back(name):
                         moves.rotate_(error, i, moves.tables(torch.arange(span.tokens)))
                     stored += error * (i > 0)
         _, cache, fusion = tiny.fuse(fusor, IDS, [prefix, *spans], policy, 0.5, "constant")
-        found = []
+        found: list[list[float]] = [[], []]
         for i, layer in enumerate(cache.layers):
             kept = torch.ones(N, dtype=torch.bool)
             kept[fusion.recomputed[i]] = False
             expected = adapter.layout.layers[i].split(stock[i])
-            for ours, theirs in zip((layer.keys[0], layer.values[0]), expected, strict=True):
+            for ours, theirs, errors in zip(
+                (layer.keys[0], layer.values[0]), expected, found, strict=True
+            ):
                 assert tiny.difference(ours[:, :10], theirs[:, :10]) < 1e-5  # exact
                 stale = kept[EVERYWHERE].nonzero()[:, 0]
                 if i > 0:
                     wrong = (ours - theirs)[:, EVERYWHERE[stale]]
-                    found.append(float(wrong.square().mean() / theirs.square().mean()))
-        off[policy] = sum(found) / len(found)
-    assert 0 < off["query+shift"] < 0.8 * off["query"]
+                    errors.append(float(wrong.square().mean() / theirs.square().mean()))
+        off[policy] = [sum(errors) / len(errors) for errors in found]
+    for shifted, left in zip(off["query+shift"], off["query"], strict=True):
+        assert 0 < shifted < 0.1 * left
 
 
-def moved_values(
-    adapter: ModelAdapter, chosen: torch.Tensor, probes: torch.Tensor, errors: torch.Tensor
+def predicted(
+    spans: Sequence[tuple[int, int]],
+    tokens: int,
+    chosen: torch.Tensor,
+    probes: torch.Tensor,
+    errors: torch.Tensor,
 ) -> torch.Tensor:
-    """How far the values of each token of two chunks are moved, of which ``chosen`` have ``errors``."""
-    geometry = PromptGeometry(300, ((0, 180), (180, 300)), (300, 301))
-    shift = ChunkShift(geometry, probes, adapter.repositioner)
-    shape = adapter.model.config.num_key_value_heads, 300, adapter.model.config.head_dim
-    values = torch.zeros(shape)
-    fresh = errors[:, None].expand(shape[0], -1, shape[2])
-    shift.move_(1, Rows(chosen, 301), chosen, (fresh, fresh), (values.clone(), values))
-    return values[0, :, 0]
-
-
-PROBES = torch.arange(5, 300, 10)  # [30]
-CHOSEN = torch.cat((torch.arange(0, 300, 2), PROBES)).unique()  # [180]
-
-
-def test_tokens_are_moved_by_what_a_gaussian_process_expects_of_their_errors():
-    """Each chunk's residual about the prompt's mean, from segments at their starts, by the textbook."""
-    is_probe = torch.isin(CHOSEN, PROBES)
-    errors = torch.sin(CHOSEN / 30) + 0.5
-    for inside in (CHOSEN < 180, CHOSEN >= 180):
-        usual = errors[inside].abs().median()
-        errors[inside] = errors[inside].clamp(-usual, usual)
-    weights = torch.where(is_probe, 1.0, 24 / 150)
-    mean = (weights * errors).sum() / (weights.sum() + 12)
-    segment = torch.where(torch.arange(300) < 180, 0, 180)
-    segment += (torch.arange(300) - segment) // 16 * 16
-    distances = (segment[:, None] - segment[CHOSEN]).abs()
-    alike = (torch.arange(300)[:, None] < 180) == (CHOSEN < 180)
-    shared = alike * (1 / 12 + torch.exp(distances / -48))  # [300, 180]
-    known = shared[CHOSEN] + torch.diag(1 / weights)
-    expected = mean + shared @ torch.linalg.solve(known, errors - mean)
-    moved = moved_values(tiny.adapter(tiny.family("llama")), CHOSEN, PROBES, errors)
-    assert tiny.difference(moved, 0.8 * expected) < 1e-5
-
-
-def test_tokens_that_were_chosen_say_less_about_the_others_than_random_ones():
-    adapter = tiny.adapter(tiny.family("llama"))
-    left = torch.ones(300, dtype=torch.bool)
-    left[CHOSEN] = False
-
-    def moved(probe_error: float, other_error: float) -> torch.Tensor:
-        errors = torch.where(torch.isin(CHOSEN, PROBES), probe_error, other_error)
-        return moved_values(adapter, CHOSEN, PROBES, errors)[left]
-
-    both = moved(1, 1)
-    assert ((both > 0.4) & (both < 0.8)).all()  # more than the prior leaves out, less than the gain
-    assert moved(1, -1).mean() > 0  # 30 probes, 150 others
-
-
-def test_a_few_large_errors_do_not_move_the_others():
-    adapter = tiny.adapter(tiny.family("llama"))
-    errors = 0.1 * torch.where(CHOSEN % 4 == 0, -1.0, 1.0)
+    """``[H, tokens, D]``: .8 times the errors that a Gaussian process predicts from the shortened ``errors``
+    ``[H, n, D]`` of ``chosen``, by the textbook and token by token; 0 outside of ``spans``."""
+    chunk, place = torch.full((tokens,), -1), torch.zeros(tokens)
     shortened = errors.clone()
-    errors[::30], shortened[::30] = 1000, 0.1
-    moved, expected = (moved_values(adapter, CHOSEN, PROBES, each) for each in (errors, shortened))
-    assert tiny.difference(moved, expected) < 1e-6
+    for number, (start, end) in enumerate(spans):
+        chunk[start:end] = number
+        place[start:end] = torch.arange(end - start) // 16 * 16
+        inside = chunk[chosen] == number
+        if inside.any():
+            lengths = errors[:, inside].norm(dim=-1, keepdim=True)
+            usual = lengths.median(1, keepdim=True).values
+            shortened[:, inside] *= (usual / lengths).clamp(max=1)
+    is_probe = torch.isin(chosen, probes)
+    weights = torch.where(is_probe, 1.0, min(1.0, 24 / max(1, int((~is_probe).sum()))))
+    mean = (weights[:, None] * shortened).sum(1, keepdim=True) / (weights.sum() + 12)
+    alike = chunk[:, None] == chunk[chosen]
+    shared = alike * (
+        1 / 12 + torch.exp((place[:, None] - place[chosen]).abs() / -48)
+    )  # [tokens, n]
+    known = shared[chosen] + torch.diag(1 / weights)
+    found = mean + shared @ torch.linalg.solve(known, shortened - mean)
+    return 0.8 * found.masked_fill((chunk < 0)[:, None], 0)
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        ((0, 180), (200, 300)),  # what is between them is no blended chunk
+        ((0, 20),),
+        ((0, 64), (64, 128), (128, 192)),
+        ((0, 1), (1, 40), (40, 42)),
+    ],
+)
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_tokens_are_moved_by_the_errors_that_a_gaussian_process_predicts(spans, default):
+    adapter = tiny.adapter(tiny.family("llama"))
+    moves, tokens = adapter.repositioner, spans[-1][1]
+    generator = torch.Generator().manual_seed(1)
+    places = torch.cat([torch.arange(*span) for span in spans])
+    starts = torch.cat([torch.full((end - start,), start) for start, end in spans])
+    some = torch.rand(len(places), generator=generator) < 0.4
+    some[0] = True
+    chosen, index = places[some], (places - starts)[some]
+    probes = chosen[::5]
+    shape = adapter.model.config.num_key_value_heads, len(chosen), adapter.model.config.head_dim
+    errors = torch.randn(shape, generator=generator) ** 3 + 0.5  # a few are far larger than most
+    stored = torch.randn(shape[0], tokens, shape[2], generator=generator)
+    turned = errors.clone()
+    moves.rotate_(turned, 1, moves.tables(index))
+    fresh = stored[:, chosen] + turned, stored[:, chosen] + errors
+    moved = stored.clone(), stored.clone()
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        shift = ChunkShift(PromptGeometry(tokens, spans, (tokens, tokens + 1)), probes, moves)
+        shift.move_(1, Rows(chosen, tokens + 1), chosen, fresh, moved)
+    finally:
+        torch.set_default_dtype(dtype)
+    want = predicted(spans, tokens, chosen, probes, errors)
+    assert tiny.difference(moved[1] - stored, want) < 1e-5
+    turned = want[:, places]
+    moves.rotate_(turned, 1, moves.tables(places - starts))
+    want[:, places] = turned
+    assert tiny.difference(moved[0] - stored, want) < 1e-5
 
 
 # -- the last layer -----------------------------------------------------------------------------

@@ -41,7 +41,8 @@ NONE = "none"
 #: Tokens of the forward that checks whether a writer fits a model.
 TRIAL_TOKENS = 4
 
-_DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
+#: What peft saves a LoRA in.
+_WEIGHT_DTYPES = torch.float32, torch.bfloat16, torch.float16
 _NUMBER = re.compile("[0-9]+")
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 #: What a LoRA config may switch on that changes more than ``scale · B A``.
@@ -190,7 +191,7 @@ class Writer:
             raise ModelLoadError(f"{where} changes no layer; train it again")
         for name, part in self.parts.items():
             for tensor in part[1:]:
-                if tensor.dtype not in _DTYPES:
+                if tensor.dtype not in _WEIGHT_DTYPES:
                     raise ModelLoadError(
                         f"{where} holds weights in {str(tensor.dtype)[6:]} ({name:.100}), expected float32, "
                         "bfloat16 or float16; save it again in one of these"

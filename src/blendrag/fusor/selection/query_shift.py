@@ -1,7 +1,7 @@
 """``query+shift``: the tokens of ``query``, random ones, and what both show about the others (AgentKVShift).
 
-Part of the budget are random tokens. Tokens that are not recomputed are moved by the error that the others
-let expect; see :mod:`blendrag.fusor.shift`. Each request then has chunks of its own: while requests decode
+Part of the budget are random tokens. Tokens that are not recomputed are moved by the error predicted from the
+others; see :mod:`blendrag.fusor.shift`. Each request then has chunks of its own: while requests decode
 together, only ``query`` keeps chunks that they have in common in memory once.
 """
 
