@@ -14,7 +14,7 @@ kept. In the last layer only the K/V of all rows are needed, and the output of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -49,8 +49,10 @@ class Fusion:
         force_masks: bool = False,
         timeline: Timeline | None = None,
         check: Callable[[], None] | None = None,
+        kept_heads: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        """``check()`` is called before each layer and raises to abandon the prompt."""
+        """``check()`` is called before each layer and raises to abandon the prompt. ``kept_heads``: by layer,
+        the heads ``[n]`` whose stored keys a policy does not move."""
         self.request = request
         self.prompt_tokens = request.prompt_tokens
         self.cache = cache
@@ -69,7 +71,7 @@ class Fusion:
         self._row_counts: list[int] = []
         self._scouted: list[int] = []
         self._peeked: tuple[Rows, torch.Tensor, torch.Tensor] | None = None
-        self._repositioner = repositioner
+        self._repositioner, self._kept_heads = repositioner, kept_heads or {}
         self._shift: ChunkShift | None = None
         candidates = self._selector.candidates
         if self.needs_scout:
@@ -127,7 +129,8 @@ class Fusion:
         if self._plan:
             self._chosen, self.rows = self._plan[0].chosen, self._plan[0].rows
             if (probes := self._selector.probes).numel():
-                self._shift = ChunkShift(self._selector.geometry, probes, self._repositioner)
+                geometry, repositioner = self._selector.geometry, self._repositioner
+                self._shift = ChunkShift(geometry, probes, repositioner, self._kept_heads)
         else:
             self._set_rows(self._selector.entry())
 

@@ -5,8 +5,9 @@ The caller holds the adapter's lock from :meth:`Fusor.fuse` to the last token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -16,6 +17,7 @@ from blendrag.fusor.attention import serves
 from blendrag.fusor.cache import BlendCache
 from blendrag.fusor.fusion import Fusion
 from blendrag.fusor.hooks import hooked, token_arguments
+from blendrag.fusor.induction import copying_heads
 from blendrag.fusor.pack import NoRowsLeft, Pack, PackedPrompt, Prefilled, replayed
 from blendrag.fusor.request import BlendRequest
 from blendrag.fusor.scout import observes
@@ -64,6 +66,14 @@ class Fusor:
         """A cache with room for the prompt and the answer."""
         return BlendCache(self.adapter.layout, prompt_tokens + new_tokens + 1, self.adapter.device)
 
+    @cached_property
+    def _copying(self) -> Mapping[int, torch.Tensor]:
+        return copying_heads(self.adapter)
+
+    def _kept_heads(self, request: BlendRequest) -> Mapping[int, torch.Tensor]:
+        """By layer, the heads ``[n]`` whose stored keys are not moved."""
+        return self._copying if request.blending.policy.moves_others else {}
+
     # -- one prompt ---------------------------------------------------------------------------
 
     @contextmanager
@@ -83,7 +93,8 @@ class Fusor:
         layer then costs little more than its K/V.
         """
         repositioner = self.adapter.repositioner_of(request.prompt_tokens)
-        fusion = Fusion(request, cache, repositioner, self._force_masks, timeline, check)
+        kept = self._kept_heads(request)
+        fusion = Fusion(request, cache, repositioner, self._force_masks, timeline, check, kept)
         with self._blended(Pack([fusion], cache, last_row_only)):
             yield fusion
 
@@ -129,7 +140,13 @@ class Fusor:
         cache = BlendCache(adapter.layout, capacity, adapter.device)
         parts = [cache.part(at, p.capacity) for at, p in zip(starts, prompts, strict=True)]
         fusions = [
-            Fusion(prompt.request, part, adapter.repositioner, check=prompt.check)
+            Fusion(
+                prompt.request,
+                part,
+                adapter.repositioner,
+                check=prompt.check,
+                kept_heads=self._kept_heads(prompt.request),
+            )
             for prompt, part in zip(prompts, parts, strict=True)
         ]
         pack = Pack(fusions, cache, last_row_only=True, isolates_errors=True)

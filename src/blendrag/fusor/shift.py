@@ -7,10 +7,13 @@ the prompt's mean, and what a Gaussian process over the positions in a chunk (Ra
 2.2) predicts of the rest. Some tokens err far more than most and would move the others too far, so errors
 longer than the median of their chunk are shortened to it. Tokens that a policy chose for a reason err unlike
 the others, too: random ones among them, the *probes*, count more.
-Keys are compared and moved as they were before rotation, relative to the start of their chunk.
+Keys are compared and moved as they were before rotation, relative to the start of their chunk. Those of heads
+that copy (:mod:`blendrag.fusor.induction`) stay where they are.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 
@@ -34,9 +37,14 @@ class ChunkShift:
     """The shift of one prompt's blended chunks. Exact chunks and fresh tokens stay."""
 
     def __init__(
-        self, geometry: PromptGeometry, probes: torch.Tensor, repositioner: Repositioner
+        self,
+        geometry: PromptGeometry,
+        probes: torch.Tensor,
+        repositioner: Repositioner,
+        kept_heads: Mapping[int, torch.Tensor],
     ) -> None:
-        """``probes`` ``[p]``: random tokens among those that are recomputed."""
+        """``probes`` ``[p]``: random tokens among those that are recomputed. ``kept_heads``: by layer, the
+        heads ``[n]`` whose keys are not moved."""
         device = probes.device
         spans = geometry.chunk_spans
         self._hull = slice(spans[0][0], spans[-1][1])
@@ -52,6 +60,7 @@ class ChunkShift:
         self._index, self._segment_of = index.to(device), segment.to(device)
         """``[N]``: the index of each token in its chunk, and its segment among those of all chunks."""
         self._probes, self._repositioner = probes, repositioner
+        self._kept_heads = kept_heads
         self._forth = repositioner.tables(self._index[self._hull])
         self._chosen: torch.Tensor | None = None
 
@@ -84,6 +93,8 @@ class ChunkShift:
             moved = predicted.unflatten(1, (heads, width))[self._segment_of[self._hull]]
             moved = moved.transpose(0, 1)  # [Hkv, hull, D]
             if turns:
+                if layer in self._kept_heads:
+                    moved.index_fill_(0, self._kept_heads[layer], 0)
                 self._repositioner.rotate_(moved, layer, self._forth)
             old[:, self._hull] += moved  # added up in float32
 

@@ -101,6 +101,8 @@ class SelectionPolicy:
     budgeted: bool = True
     """Whether the ratio decides how many tokens it recomputes; else :meth:`fixed_count` does."""
     ranks_once: bool = False
+    moves_others: bool = False
+    """Whether stored KV that it does not recompute is moved by the errors of its :meth:`probes`."""
     schedule: Schedule | None = None
     """A fixed schedule; ``None``: the request's."""
 
@@ -156,8 +158,8 @@ class SelectionPolicy:
         raise NotImplementedError(f"{type(self).__name__} does not rank tokens once")
 
     def probes(self, view: LayerView, budget: int) -> torch.Tensor:
-        """Random tokens ``[p]`` among the best ``budget``, by whose errors stored KV that is not recomputed
-        is moved (:mod:`blendrag.fusor.shift`). None: it stays as it is. For policies that rank once."""
+        """Random tokens ``[p]`` among the best ``budget``, of a policy that :attr:`moves_others` by their
+        errors (:mod:`blendrag.fusor.shift`) and ranks once."""
         return view.tokens[:0]
 
     def __eq__(self, other: object) -> bool:

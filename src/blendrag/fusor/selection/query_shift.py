@@ -18,6 +18,7 @@ PROBE_SHARE = 0.15
 
 class QueryShiftPolicy(QueryPolicy):
     name = "query+shift"
+    moves_others = True
 
     def scores(self, view: LayerView, budget: int) -> torch.Tensor:
         probes = torch.isin(view.tokens, self.probes(view, budget))
