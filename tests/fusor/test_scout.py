@@ -178,11 +178,12 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "implementation", lambda stack, name: nullcontext())
 
 
+@pytest.mark.parametrize("policy", ["query", "query+shift"])
 @pytest.mark.usefixtures("deaf")
-def test_if_attention_cannot_be_observed_the_fallback_decides(adapter):
+def test_if_attention_cannot_be_observed_the_fallback_decides(adapter, policy):
     fusor = Fusor(adapter)
     assert not fusor.fast_attention
-    logits, _, fusion = tiny.fuse(fusor, IDS, exact_spans(adapter), "query", 0.3)
+    logits, _, fusion = tiny.fuse(fusor, IDS, exact_spans(adapter), policy, 0.3)
     assert fusion.policy.name == "hkvd"
     assert fusion.counts().candidate_rows[0] == CANDIDATES
     assert tiny.difference(logits[0, 0], tiny.stock(adapter.model, IDS)[0, -1]) < 1e-4

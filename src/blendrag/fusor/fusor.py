@@ -72,7 +72,8 @@ class Fusor:
 
     def _kept_heads(self, request: BlendRequest) -> Mapping[int, torch.Tensor]:
         """By layer, the heads ``[n]`` whose stored keys are not moved."""
-        return self._copying if request.blending.policy.moves_others else {}
+        moves = request.blending.policy.moves_others and self._observes
+        return self._copying if moves else {}
 
     # -- one prompt ---------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class _CopyScout(Scout):
 def copying_heads(adapter: ModelAdapter) -> dict[int, torch.Tensor]:
     """By layer, the KV heads ``[n]`` with a query head that copies, measured in one forward of random tokens.
 
-    None if layers share KV, or if the model does not compute attention through transformers' interface.
+    None are found where layers share KV. The model's attention must be one that a scout observes.
     """
     vocabulary = adapter.model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
@@ -56,5 +56,5 @@ def copying_heads(adapter: ModelAdapter) -> dict[int, torch.Tensor]:
         for layer, (shape, shares) in enumerate(zip(shapes, scout.shares, strict=True)):
             copies = shares.view(shape.kv_heads, -1).amax(-1) >= COPIES_FROM
             if copies.any():
-                found[layer] = copies.nonzero()[:, 0]
+                found[layer] = copies.nonzero()[:, 0].to(adapter.device)
     return found
