@@ -211,6 +211,7 @@ def test_hkvd_chooses_the_tokens_that_deviate(fusor):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_counts_are_the_rows_the_model_ran_and_what_the_policy_declares(fusor, policy):
     spans = exact_spans(fusor.adapter, 1.0)
+    tiny.fuse(fusor, IDS, spans, policy, 0.2)  # query+shift looks for heads that copy, once
     with rows_through([layer.mlp for layer in fusor.adapter.stack.layers]) as seen:
         _, _, fusion = tiny.fuse(fusor, IDS, spans, policy, 0.2, "linear", all_rows=True)
     counts = fusion.counts()
