@@ -67,7 +67,7 @@ def assert_observed(policy: Recording | RecordingBlend, expected: torch.Tensor) 
     assert tiny.difference(observed, expected[: len(observed)]) < 1e-2 * float(expected.std())
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt_neox", "cohere2"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "gpt_neox", "cohere2", "afmoe"])
 def test_over_exact_kv_the_scout_observes_eager_attention(name):
     adapter = tiny.adapter(tiny.family(name, initializer_range=0.3))  # tokens differ in attention
     policy, roots = Recording(), RecordingBlend()

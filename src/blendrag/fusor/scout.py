@@ -234,7 +234,7 @@ def _written_out(
         out = (weights.view(kv_heads, -1, tokens).to(values.dtype) @ values).view(heads, n, -1)
         scout.add(weights[:, max(0, count - scout.asking - a) :])
         parts.append(out)  # [H, n, Dv]
-    return torch.cat(parts, dim=1).transpose(0, 1)[None]
+    return torch.cat(parts, dim=1).transpose(0, 1).contiguous()[None]  # AFMoE takes views of it
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
