@@ -454,7 +454,9 @@ def test_an_import_rejects_a_damaged_writer_and_keeps_a_whole_one(
     assert writer_files.read(root, fingerprint) == whole
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e5m2"])
+@pytest.mark.parametrize(
+    "dtype", ["float64", "float32", "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"]
+)
 def test_the_file_of_a_writer_is_verified_for_every_dtype(folder: Path, dtype: str) -> None:
     like = getattr(torch, dtype)
     given = Writer.load(folder)

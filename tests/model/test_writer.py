@@ -243,7 +243,6 @@ def renamed(folder: Path) -> None:
         (edit(lambda c: c | {"lora_alpha": "x"}), "lora_alpha is 'x'"),
         (edit(lambda c: c | {"rank_pattern": {"(a+)+": 3}}), "repetition of repetitions"),
         (weights(lambda name, tensor: tensor * torch.nan), "NaN"),
-        (weights(lambda name, tensor: tensor.to(torch.float8_e4m3fn)), "float8_e4m3fn"),
         (renamed, "base_model.model.x"),
     ],
 )  # fmt: skip

@@ -41,8 +41,6 @@ NONE = "none"
 #: Tokens of the forward that checks whether a writer fits a model.
 TRIAL_TOKENS = 4
 
-#: What peft saves a LoRA in.
-_WEIGHT_DTYPES = torch.float32, torch.bfloat16, torch.float16
 _NUMBER = re.compile("[0-9]+")
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 #: What a LoRA config may switch on that changes more than ``scale · B A``.
@@ -190,13 +188,9 @@ class Writer:
         if not self.parts:
             raise ModelLoadError(f"{where} changes no layer; train it again")
         for name, part in self.parts.items():
-            for tensor in part[1:]:
-                if tensor.dtype not in _WEIGHT_DTYPES:
-                    raise ModelLoadError(
-                        f"{where} holds weights in {str(tensor.dtype)[6:]} ({name:.100}), expected float32, "
-                        "bfloat16 or float16; save it again in one of these"
-                    )
-            if not (math.isfinite(part.scale) and all(t.isfinite().all() for t in part[1:])):
+            if not (
+                math.isfinite(part.scale) and all(t.double().isfinite().all() for t in part[1:])
+            ):
                 raise ModelLoadError(
                     f"{where} holds NaN or infinite weights ({name:.100}), expected numbers; train it again "
                     "with a lower learning rate"

@@ -28,7 +28,7 @@ MAX_MIB = 8 << 10
 #: Names of dtypes in torch by those in safetensors: all that the weights of a writer may have.
 _DTYPES = {
     "F64": "torch.float64", "F32": "torch.float32", "F16": "torch.float16", "BF16": "torch.bfloat16",
-    "F8_E5M2": "torch.float8_e5m2",
+    "F8_E5M2": "torch.float8_e5m2", "F8_E4M3": "torch.float8_e4m3fn",
 }  # fmt: skip
 
 
