@@ -203,7 +203,7 @@ def test_large_key_biases_do_not_enlarge_the_disturbance_of_values_that_hardly_m
     model = tiny.large_biases()
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.mul_(1e-4)
+            layer.self_attn.o_proj.weight.mul_(1e-5)
     result = verify(tiny.adapter(model))
     assert result.verdict == "refused"
     assert "cannot see a wrong KV" in result.reason

@@ -41,13 +41,15 @@ from blendrag.store.kv import ChunkKV, dtype_name
 Verdict = Literal["blendable", "refused"]
 
 #: Counts up when the gate measures something else, so that earlier verdicts are not used.
-GATE_VERSION = 5
+GATE_VERSION = 6
 
 OFFSET = 37
 #: Where the prompt is moved to, to see how noisy the model's own logits are.
 NOISE_OFFSETS = (10, 20, 30)
 GREEDY_TOKENS = 32
 PROMPT_TOKENS = 96
+#: Tokens at the end of a prompt that are not loaded: attention of one row is laid out like no other.
+QUESTION_TOKENS = 4
 #: Most rows whose logits are compared: logits of every row would take gigabytes with a large vocabulary.
 COMPARED_ROWS = 256
 #: Longest prompt for (c); larger windows are checked as far as this goes.
@@ -119,9 +121,10 @@ def _measure(
     began = time.perf_counter()
     kv = _kv_at_offset(adapter, ids)
     announce(n, REMAINING_PREFILLS * (time.perf_counter() - began))
-    order = torch.randperm(n - 1, generator=torch.Generator().manual_seed(2))
+    loaded_tokens = n - QUESTION_TOKENS
+    order = torch.randperm(loaded_tokens, generator=torch.Generator().manual_seed(2))
     rows = order[: max(1, n // 5)].sort().values.to(adapter.device)
-    computed = torch.cat((rows, rows.new_tensor([n - 1])))
+    computed = torch.cat((rows, torch.arange(loaded_tokens, n, device=adapter.device)))
     step = -(-len(computed) // COMPARED_ROWS)
     spread = torch.arange(len(computed) - 1, -1, -step, device=adapter.device).flip(0)
     seen = computed[spread]  # evenly, the last one included
@@ -326,18 +329,19 @@ def _request(
     schedule: str = "constant",
     ratio: float = 1.0,
 ) -> BlendRequest:
-    span = LoadedSpan(0, tokens - 1, reader, OFFSET, exact=False)
+    span = LoadedSpan(0, tokens - QUESTION_TOKENS, reader, OFFSET, exact=False)
     return BlendRequest(tokens, (span,), Blending.of(policy, schedule, ratio))
 
 
 def _kv_at_offset(adapter: ModelAdapter, ids: torch.Tensor) -> ChunkKV:
-    """KV of the whole prompt but its last token, computed at ``OFFSET``."""
+    """KV of the whole prompt but its question, computed at ``OFFSET``."""
     layers = adapter.prefill_at(ids[0].tolist(), OFFSET).layers
+    end = ids.shape[1] - QUESTION_TOKENS
     kv = [
-        shape.joined(layer.keys[0, :, :-1], layer.values[0, :, :-1]).cpu()
+        shape.joined(layer.keys[0, :, :end], layer.values[0, :, :end]).cpu()
         for shape, layer in zip(adapter.layout.layers, layers, strict=True)
     ]
-    return ChunkKV(adapter.layout, ids.shape[1] - 1, kv)
+    return ChunkKV(adapter.layout, end, kv)
 
 
 def _gate_prompt(adapter: ModelAdapter) -> torch.Tensor:
