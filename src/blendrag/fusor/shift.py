@@ -90,11 +90,11 @@ class ChunkShift:
             sums.index_add_(0, self._segment_of[chosen], errors.transpose(0, 1).flatten(1))
             predicted = (self._smoother @ sums.unflatten(0, self._shape)).flatten(0, 1)
             predicted += self._of_sum * sums.sum(0)
-            moved = predicted.unflatten(1, (heads, width))[self._segment_of[self._hull]]
-            moved = moved.transpose(0, 1)  # [Hkv, hull, D]
+            by_head = predicted.unflatten(1, (heads, width)).transpose(0, 1).contiguous()
+            if turns and layer in self._kept_heads:
+                by_head.index_fill_(0, self._kept_heads[layer], 0)
+            moved = by_head.index_select(1, self._segment_of[self._hull])  # [Hkv, hull, D]
             if turns:
-                if layer in self._kept_heads:
-                    moved.index_fill_(0, self._kept_heads[layer], 0)
                 self._repositioner.rotate_(moved, layer, self._forth)
             old[:, self._hull] += moved  # added up in float32
 
