@@ -76,43 +76,55 @@ class ChunkShift:
         are the chunk tokens ``chosen`` ``[n]``. These are moved, too: their fresh KV replaces it."""
         if chosen is not self._chosen:
             self._look_up(rows, chosen)
-        for part, (new, old) in enumerate(zip(fresh, loaded, strict=True)):
-            turns = part == self._repositioner.part(layer)
-            errors = new[:, self._at].float() - old[:, chosen].float()  # [Hkv, n, D]
-            lengths = errors.norm(dim=-1)
-            usual = self._medians(lengths)
-            shortened = (usual / lengths.clamp(min=1e-9)).clamp_(max=1)
-            errors *= (self._weights * shortened)[..., None]
-            if turns:
-                self._repositioner.rotate_(errors, layer, self._back)
-            heads, _, width = errors.shape
-            sums = errors.new_zeros((self._of_sum.shape[0], heads * width))
-            sums.index_add_(0, self._segment_of[chosen], errors.transpose(0, 1).flatten(1))
-            predicted = (self._smoother @ sums.unflatten(0, self._shape)).flatten(0, 1)
-            predicted += self._of_sum * sums.sum(0)
-            by_head = predicted.unflatten(1, (heads, width)).transpose(0, 1).contiguous()
-            if turns and layer in self._kept_heads:
+        errors = [
+            new.index_select(1, self._at).float().sub_(old.index_select(1, chosen))  # [Hkv, n, D]
+            for new, old in zip(fresh, loaded, strict=True)
+        ]
+        shares = self._shares(torch.cat([each.norm(dim=-1) for each in errors]))
+        turning = self._repositioner.part(layer)
+        self._repositioner.rotate_(errors[turning], layer, self._back)
+        heads = shares.split([len(each) for each in errors])
+        flat = [
+            each.mul_(share[..., None]).transpose(0, 1).flatten(1)  # [n, Hkv · D]
+            for each, share in zip(errors, heads, strict=True)
+        ]
+        predicted = self._predicted(torch.cat(flat, 1)).split([each.shape[1] for each in flat], 1)
+        for part, (moves, old) in enumerate(zip(predicted, loaded, strict=True)):
+            by_head = moves.unflatten(1, (len(old), -1)).transpose(0, 1)
+            by_head = by_head.to(old.dtype, memory_format=torch.contiguous_format)
+            if part == turning and layer in self._kept_heads:
                 by_head.index_fill_(0, self._kept_heads[layer], 0)
             moved = by_head.index_select(1, self._segment_of[self._hull])  # [Hkv, hull, D]
-            if turns:
+            if part == turning:
                 self._repositioner.rotate_(moved, layer, self._forth)
-            old[:, self._hull] += moved  # added up in float32
+            old[:, self._hull] += moved
 
-    def _medians(self, lengths: torch.Tensor) -> torch.Tensor:
-        """For each of ``lengths`` ``[Hkv, n]`` the (lower) median of its head and chunk."""
-        padded = lengths.new_full((lengths.shape[0], self._shape[0] * self._longest), torch.nan)
+    def _shares(self, lengths: torch.Tensor) -> torch.Tensor:
+        """How much of each error counts, by their ``lengths`` ``[H, n]``: shortened to the (lower) median of
+        its head and chunk, and as much as its token."""
+        padded = lengths.new_full((len(lengths), self._shape[0] * self._longest), torch.nan)
         padded[:, self._slots] = lengths
         medians = padded.unflatten(1, (-1, self._longest)).nanmedian(-1).values
-        return medians[:, self._slots // self._longest]
+        usual = medians[:, self._chunks]
+        return (usual / lengths.clamp_(min=1e-9)).clamp_(max=1).mul_(self._weights)
+
+    def _predicted(self, errors: torch.Tensor) -> torch.Tensor:
+        """``[segments of all chunks, W]`` from those of the chosen tokens ``[n, W]``."""
+        sums = errors.new_zeros((len(self._of_sum), errors.shape[1]))
+        sums.index_add_(0, self._segments, errors)
+        predicted = (self._smoother @ sums.unflatten(0, self._shape)).flatten(0, 1)
+        return predicted.addmm_(self._of_sum, sums.sum(0, keepdim=True))
 
     def _look_up(self, rows: Rows, chosen: torch.Tensor) -> None:
         """What layers with the same tokens share."""
         self._chosen = chosen
         self._at = torch.searchsorted(rows.positions, chosen)
         index, segment = self._index[chosen], self._segment_of[chosen]
+        self._segments = segment
         self._back = self._repositioner.tables(-index)
         chunks, segments = self._shape
-        self._slots = segment // segments * self._longest + index
+        self._chunks = segment // segments
+        self._slots = self._chunks * self._longest + index
         others = chosen.numel() - self._probes.numel()
         self._weights = torch.full_like(
             index, min(1.0, CHOSEN_TOKENS / max(1, others)), dtype=torch.float32
