@@ -28,7 +28,6 @@ from blendrag.errors import BlendragError, InvalidInputError
 from blendrag_lab.evaluation.deviation import DeviationReport
 from blendrag_lab.evaluation.pretrained import (
     ByTask,
-    Fidelity,
     fidelities,
     means_of_models,
     pretrained_runs,
@@ -44,11 +43,9 @@ from lab.pages import quality_plots as plots
 from lab.pages.regions import write_regions
 from lab.pages.schema_page import schema_runs, schemas_text
 from lab.pages.writers_page import (
-    TIMES,
     WRITERS,
     frontiers,
     model_of,
-    timed_by,
     writer_runs,
     writers_text,
 )
@@ -280,7 +277,7 @@ def _write_schemas(folder: Path) -> None:
         write_regions(folder.with_suffix(".md"), {"schemas": text})
 
 
-def load_pretrained(folder: Path) -> dict[str, ByTask]:
+def load_measured(folder: Path) -> dict[str, ByTask]:
     """What was measured, by model and task."""
     found: dict[str, ByTask] = {}
     for path in sorted(folder.glob("*.json")):
@@ -289,23 +286,6 @@ def load_pretrained(folder: Path) -> dict[str, ByTask]:
             result.rows
         )
     return found
-
-
-def load_written(folder: Path) -> dict[str, ByTask]:
-    """How chunks are encoded, by model and task. Times are of the run that is there for them."""
-    found: dict[str, ByTask] = {}
-    times: dict[str, list[Fidelity]] = {}
-    for path in sorted(folder.glob("*.json")):
-        result = load_result(path)
-        name, points = model_of(result.commands[0]), fidelities(result.rows)
-        if path.stem == f"{name}-{TIMES}":
-            times[name] = points
-        else:
-            found.setdefault(name, {})[result.rows[0].dataset] = points
-    return {
-        name: {task: timed_by(points, times.get(name, ())) for task, points in tasks.items()}
-        for name, tasks in found.items()
-    }
 
 
 @reporting
@@ -359,8 +339,8 @@ def main(
         results = {name: load_result(folder / f"{name}.json") for name in RUNS}
     else:
         results = collect(folder, RUNS, keep, partial(say, "run"))
-    written = load_written(folder / WITH_WRITERS)
-    write_page(page, results, load_pretrained(folder / PRETRAINED), written)
+    written = load_measured(folder / WITH_WRITERS)
+    write_page(page, results, load_measured(folder / PRETRAINED), written)
     _write_schemas(folder / SCHEMAS)
     say("wrote", str(page))
     return status

@@ -17,11 +17,9 @@ from blendrag_lab.tables import NOTHING, Column, interval, number, table
 
 #: The folder of all writers in commands; one is named as its model.
 WRITERS = "WRITERS"
-#: The run that times the ways of a model, and its questions.
-TIMES, TIMED_QUESTIONS = "ttft", 6
 _COMMAND = (
-    f"blendrag eval --model {MODELS}/{{0}}{{5}} --encode-after 2 --dataset {{1}} "
-    "--dtype bfloat16 --policies {4} --chunks 6 --chunk-tokens 512 --contexts {2} --max-new-tokens {3} "
+    f"blendrag eval --model {MODELS}/{{0}}{{4}} --encode-after 2 --dataset {{1}} "
+    "--dtype bfloat16 --policies {3} --chunks 6 --chunk-tokens 512 --contexts {2} --max-new-tokens 32 "
     "--fidelity --json"
 )
 _FRONTIER = (
@@ -44,17 +42,15 @@ def writer_runs(
     models: Sequence[Path], questions: Sequence[Path], contexts: int, writers: Path
 ) -> dict[str, tuple[str, ...]]:
     """Commands by the name of their run: each model, with its writer if there is one, on each file of
-    questions, on each task where nothing is recomputed, and one that is there for the times."""
+    questions, and on each task where nothing is recomputed."""
     files = [path.name for path in questions]
     asked = {**dict.fromkeys(files, _FRONTIER), **dict.fromkeys(TASKS, REUSE)}
     runs: dict[str, tuple[str, ...]] = {}
     for name in (path.name for path in models):
         writer = f" --writer {WRITERS}/{name}" if (writers / name).is_dir() else ""
         for source, ways in asked.items():
-            made = _COMMAND.format(name, source, contexts, 32, ways, writer)
+            made = _COMMAND.format(name, source, contexts, ways, writer)
             runs[f"{name}-{Path(source).stem}"] = (made,)
-        timed = next(iter(asked)), TIMED_QUESTIONS, 1, _FRONTIER
-        runs[f"{name}-{TIMES}"] = (_COMMAND.format(name, *timed, writer),)
     return runs
 
 
@@ -63,23 +59,15 @@ def model_of(command: str) -> str:
     return Path(words[words.index("--model") + 1]).name
 
 
-def timed_by(points: Sequence[Fidelity], times: Sequence[Fidelity]) -> list[Fidelity]:
-    """``points`` with the TTFT of the run ``times``, where it has their way."""
-    known = {(each.policy, each.ratio): each.relative_ttft for each in times}
-    return [
-        replace(each, relative_ttft=known.get((each.policy, each.ratio), each.relative_ttft))
-        for each in points
-    ]
-
-
 def frontiers(measured: Mapping[str, ByTask]) -> dict[str, list[Fidelity]]:
     """By writer, the mean over the files of questions: the default policy over chunks encoded in each way,
     from r = 0, which is reuse, up."""
     found = {}
+    shown = {each + suffix for each in (REUSE, DEFAULT_POLICY) for suffix in _SUFFIXES.values()}
     for name, tasks in measured.items():
         ways: dict[tuple[str, float], list[Fidelity]] = {}
         for points in _files_of(tasks).values():
-            for each in points:
+            for each in (point for point in points if point.policy in shown):
                 policy = each.policy.replace(REUSE, DEFAULT_POLICY)
                 way = replace(each, policy=policy, schedule=DEFAULT_SCHEDULE)
                 ways.setdefault((policy, each.ratio), []).append(way)

@@ -343,9 +343,9 @@ class ChurnSoak(RandomClient):
         made: Fields = {"mode": draw.choice(("blend", "blend", "blend", "full", "reuse", "prefix"))}
         if draw.random() < 0.5:
             policies = (
+                *("query",) * 6,  # shares chunks in memory
                 "hkvd",
                 "cacheblend",
-                "query",
                 "boundary(16)",
                 "hkvd-once",
                 "query+hkvd",

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from blendrag.serving import chunk_pool
+from blendrag.serving import scheduler
 from lab.soak.requests import run
 
 
@@ -28,8 +28,13 @@ def test_requests_during_churn_get_the_answers_that_each_gets_alone(tmp_path):
     assert outcome.ties <= 1
 
 
-def test_the_soak_notices_a_wrong_mask(tmp_path, monkeypatch):
-    """Running requests see entries of shared chunks that they have recomputed."""
-    made = chunk_pool.HeldChunk
-    monkeypatch.setattr(chunk_pool, "HeldChunk", lambda chunk, at, stale: made(chunk, at))
+def test_the_soak_notices_tokens_of_another_request(tmp_path, monkeypatch):
+    """Of one that decodes in the same forward."""
+    stock = scheduler.decoded_together
+
+    def wrong(steps, pool):
+        first, *others = stock(steps, pool)
+        return [*others, first]
+
+    monkeypatch.setattr(scheduler, "decoded_together", wrong)
     assert asyncio.run(run(tmp_path, 8, 8, seed=3, parts=1)).differences

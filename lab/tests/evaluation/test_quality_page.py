@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 
 import tiny
 from blendrag.cli.app import app
+from blendrag.config import DEFAULT_POLICY
 from blendrag.errors import BlendragError, InvalidInputError
 from blendrag_lab.evaluation import deviation
 from blendrag_lab.evaluation.deviation import DeviationReport
@@ -30,9 +31,8 @@ from lab.pages.quality_page import (
     Result,
     collect,
     execute,
-    load_pretrained,
+    load_measured,
     load_result,
-    load_written,
     main,
 )
 from lab.pages.writers_page import frontiers, model_of, writer_runs, writers_text
@@ -185,7 +185,7 @@ def printed_by_eval(loss: float, ttft_ms: float) -> list[ArenaRow]:
         replace(baseline("none"), **task, token_kl=3.0),
         replace(baseline("full"), **task, token_kl=0.0, recovered=1.0),
         replace(baseline("reuse", charged=0.0), **task, token_kl=0.4, recovered=0.0, ttft_ms=3.0),
-        row("query", ratio=0.15, token_kl=loss, ttft_ms=ttft_ms, **task, **figures),
+        row(DEFAULT_POLICY, ratio=0.15, token_kl=loss, ttft_ms=ttft_ms, **task, **figures),
     ]
 
 
@@ -215,7 +215,7 @@ def test_pretrained_models_are_measured_by_commands_without_paths(tmp_path, monk
     invoke_program(main, *given, "--keep")
     assert len(asked) == 6  # only the failed one is repeated
     assert "| asked | 6 |" in (tmp_path / "quality.md").read_text(encoding="utf-8")
-    assert list(load_pretrained(results)) == ["tiny"]
+    assert list(load_measured(results)) == ["tiny"]
 
 
 def test_prompts_of_schemas_are_a_table_on_a_page_of_their_own(tmp_path, monkeypatch):
@@ -238,7 +238,7 @@ def test_prompts_of_schemas_are_a_table_on_a_page_of_their_own(tmp_path, monkeyp
     assert (options["schema"], options["model"], options["contexts"]) == (True, "MODELS/tiny", 3)
     page = results.with_suffix(".md").read_text(encoding="utf-8")
     assert f"$ {command}\n" in page
-    expected = "blend: `query`, r = 0.15 | 0.1 ± 0.02 | 0.90 | 0.75 [0.10, 0.90] |"
+    expected = f"blend: `{DEFAULT_POLICY}`, r = 0.15 | 0.1 ± 0.02 | 0.90 | 0.75 [0.10, 0.90] |"
     assert f"| tiny | asked, n = 6 | {expected}" in page
     assert f"| embedded | asked, n = 6 | {expected}" in page
 
@@ -261,17 +261,17 @@ def test_pretrained_models_are_a_table_and_a_picture():
     }
     assert (
         "answers 5 of these questions right and 7 wrong (summaries are neither). Of the 5 are kept, and of "
-        "the 7 are gained: 3 and 1 by `reuse`, 3 and 1 by `query` at r = 0.15."
+        f"the 7 are gained: 3 and 1 by `reuse`, 3 and 1 by `{DEFAULT_POLICY}` at r = 0.15."
     ) in pretrained_text(counted)
     models = {"one": {"asked": both["asked"]}, "two": {"chat": both["chat"]}}
     panel = plots.fidelity_against_ttft(means_of_models(models)).axes[1]
     assert panel.get_title() == "two"
-    assert curve(panel, "query") == ([0.4], [pytest.approx(0.25)])
+    assert curve(panel, DEFAULT_POLICY) == ([0.4], [pytest.approx(0.25)])
     assert curve(panel, "reuse") == ([0.1], [0.0])
     assert "arena-real" in pretrained_text({})
 
 
-def printed_with_writer(dataset: str, ttft_ms: float = 3.0) -> list[ArenaRow]:
+def printed_with_writer(dataset: str) -> list[ArenaRow]:
     """As ``eval --writer`` would print: agreement of reuse .5 → .7 and of the default policy .8 → .85."""
     task: dict[str, Any] = {"dataset": dataset, "n": 6, "ratio": 0.15}
 
@@ -280,7 +280,7 @@ def printed_with_writer(dataset: str, ttft_ms: float = 3.0) -> list[ArenaRow]:
         return {"token_kl": kl, "recovered": recovered, **bounds}
 
     near, nearer = loss(0.2, 0.5), loss(0.1, 0.75)
-    reuse: dict[str, Any] = {"dataset": dataset, "n": 6, "charged": 0.0, "ttft_ms": ttft_ms}
+    reuse: dict[str, Any] = {"dataset": dataset, "n": 6, "charged": 0.0, "ttft_ms": 3.0}
     _, full, *_ = printed_by_eval(0.1, 6.0)
     return [
         replace(full, dataset=dataset),
@@ -293,22 +293,18 @@ def printed_with_writer(dataset: str, ttft_ms: float = 3.0) -> list[ArenaRow]:
             right=3,
             right_agreement=0.4,
         ),
-        row("query", **{**task, **near, "agreement": 0.8, "ttft_ms": 6.0}),
+        row(DEFAULT_POLICY, **{**task, **near, "agreement": 0.8, "ttft_ms": 6.0}),
         baseline("reuse+writer", **reuse, **near, agreement=0.7, right=3, right_agreement=0.6),
-        row("query+writer", **{**task, **nearer, "agreement": 0.85, "ttft_ms": 6.0}),
+        row(f"{DEFAULT_POLICY}+writer", **{**task, **nearer, "agreement": 0.85, "ttft_ms": 6.0}),
     ]
 
 
-def test_writers_are_compared_by_commands_without_paths_and_times_have_their_own_run(
-    tmp_path, monkeypatch
-):
+def test_writers_are_compared_by_commands_without_paths(tmp_path, monkeypatch):
     asked: list[list[str]] = []
 
     def run(line: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
         asked.append(line)
-        source = line[line.index("--dataset") + 1]
-        timed = line[line.index("--max-new-tokens") + 1] == "1"
-        rows = printed_with_writer(Path(source).stem, 1.5 if timed else 3.0)
+        rows = printed_with_writer(Path(line[line.index("--dataset") + 1]).stem)
         printed = json.dumps([asdict(row) for row in rows]).encode()
         return subprocess.CompletedProcess(line, returncode=0, stdout=printed)
 
@@ -321,7 +317,7 @@ def test_writers_are_compared_by_commands_without_paths_and_times_have_their_own
     given = ("--out", tmp_path, "--model", model, "--writers", writers)
     more = ("--questions", tmp_path / "asked.json", "--contexts", 3)
     assert invoke_program(main, *given, *more).exit_code == 0
-    names = ("asked", "code", "long", "tables", "chat", "ttft")
+    names = ("asked", "code", "long", "tables", "chat")
     assert {path.stem for path in results.iterdir()} == {f"tiny-{name}" for name in names}
     (command,) = load_result(results / "tiny-asked.json").commands
     assert str(tmp_path) not in command
@@ -330,21 +326,21 @@ def test_writers_are_compared_by_commands_without_paths_and_times_have_their_own
     assert str(options["writer"]) == "WRITERS/tiny"
     assert {str(model), str(writers / "tiny")} <= set(asked[0])
     ratios = {path.stem: parsed(*load_result(path).commands)["ratio"] for path in results.iterdir()}
-    assert {name for name, given in ratios.items() if given} == {"tiny-asked", "tiny-ttft"}
+    assert {name for name, given in ratios.items() if given} == {"tiny-asked"}
     lines = (tmp_path / "quality.md").read_text(encoding="utf-8").splitlines()
     table = [line.strip("| ").split(" | ") for line in lines if line.startswith("| tiny |")]
     half = "**0.50 [0.40, 0.60]**"
     assert table[:2] == [
-        ["tiny", "6", "0.00", "0.4<br>0.500; 20.0×", f"0.2<br>{half}<br>0.700; 20.0×"],
+        ["tiny", "6", "0.00", "0.4<br>0.500; 10.0×", f"0.2<br>{half}<br>0.700; 10.0×"],
         ["tiny", "6", "0.15", f"0.2<br>{half}<br>0.800; 5.0×",
          "0.1<br>**0.75 [0.65, 0.85]**<br>0.850; 5.0×"],
     ]  # fmt: skip
     code = ["0.4<br>0.500", f"0.2<br>{half}<br>0.700", "n = 3: 0.400 → 0.600"]
     assert table[2] == ["tiny", "code", "6", *code]
-    written = load_written(results)
+    written = load_measured(results)
     panel = plots.agreement_against_ttft(frontiers(written)).axes[0]
-    assert curve(panel, "query") == ([0.05, 0.2], [0.5, 0.8])
-    assert curve(panel, "query+writer") == ([0.05, 0.2], [0.7, 0.85])
+    assert curve(panel, DEFAULT_POLICY) == ([0.1, 0.2], [0.5, 0.8])
+    assert curve(panel, f"{DEFAULT_POLICY}+writer") == ([0.1, 0.2], [0.7, 0.85])
     assert "WRITERS" in writers_text({})
 
 
