@@ -164,6 +164,7 @@ def assumed_profile() -> Profile:
         last=line(row_s / 4, 0.0, placed_s),  # K and V of all rows, the rest of one
         scout=layer,
         peek_s=0.0,
+        shift_s=0.0,  # microseconds a layer
         fixed_s=5e-3,
         tiers=(ASSUMED_MEMORY, NVME),
         device_bytes_per_s=GPU_COPY_BYTES_PER_S,

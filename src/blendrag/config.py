@@ -47,8 +47,8 @@ AUTO: Literal["auto"] = "auto"
 DEMO_MODEL = "demo"
 #: Name of the policy that ``blendrag calibrate`` found for the model, else :data:`DEFAULT_POLICY`.
 CALIBRATED = "calibrated"
-#: The lowest mean KL from full prefill over four pretrained models (docs/quality.md).
-DEFAULT_POLICY = "query"
+#: The lowest mean KL from full prefill over three pretrained models (docs/quality.md).
+DEFAULT_POLICY = "query+shift"
 DEFAULT_SCHEDULE = "constant"
 #: r: mean share of chunk tokens recomputed in layers 1…L-1 (CacheBlend §4.3, figure 16). At 0.3 pretrained
 #: models agreed with full prefill on 96% of the tokens of two question sets (docs/quality.md).
@@ -165,7 +165,8 @@ MaxTokens = Annotated[int, whole("max_tokens", "Longest answer that a request ma
 
 Mode = Annotated[_MODES, one_of("mode", f"{', '.join(get_args(_MODES))}: how stored KV is used.",
     _EVERYWHERE, get_args(_MODES))]
-Policy = Annotated[str, text("policy", "Which tokens are recomputed: query, cacheblend, boundary(k), …",
+Policy = Annotated[str, text("policy",
+    "Which tokens are recomputed: query+shift, query, cacheblend, boundary(k), …",
     _EVERYWHERE, unless_given=f"what blendrag calibrate found, else {DEFAULT_POLICY}")]
 Schedule = Annotated[str, text("schedule",
     "constant, linear, geometric[:g], first:m or one ratio per layer.", _EVERYWHERE)]

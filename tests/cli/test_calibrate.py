@@ -10,6 +10,7 @@ import pytest
 
 from blendrag.cli.calibrate import _questions
 from blendrag.cli.progress import StatusLine
+from blendrag.config import DEFAULT_POLICY
 from cli.commands import ask, invoke, refused
 
 FEW = ("--samples", "10", "--top-k", "3", "--ratio", "0.2")
@@ -23,7 +24,7 @@ def test_what_was_found_is_printed_kept_and_used(store: Path) -> None:
     assert len(report["rows"]) == 9  # as many as the corpus has chunks
     assert [found["ratio"] for found in report["ratios"]] == [0.0, 0.05, 0.15, 0.2]
     found = report["ratios"][-1]
-    assert found["policy"] in (found["candidate"], "query")
+    assert found["policy"] in (found["candidate"], DEFAULT_POLICY)
     ran = ask(store, "--ratio", "0.2")["metrics"]["policy"]
     assert ran.partition("(")[0] == found["policy"].partition("(")[0]
     chosen = report["calibration"]["ratio"]

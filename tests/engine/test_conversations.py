@@ -235,7 +235,7 @@ def test_a_turn_over_chunks_keeps_the_turns_before_it_exact(mode, tmp_path):
             {"role": "assistant", "content": over.text},
             {"role": "user", "content": "And in 1999?"},
         ]
-        after = made.generate(messages, options(made, mode=mode))
+        after = made.generate(messages, options(made, mode=mode, ratio=1.0))
         assert after.metrics.prefix_tokens > 190
         assert after.metrics.prefix_tokens < over.metrics.prompt_tokens
         exact = made.generate(messages, options(made, mode="full"))

@@ -91,7 +91,7 @@ def test_kv_that_grows_gives_the_answers_of_kv_allocated_at_once(
     for first_tokens in (2, 1000):
         monkeypatch.setattr(kv_budget, "FIRST_TOKENS", first_tokens)
         watched.grown, before = 0, len(watched.joint)
-        with tiny.engine(model, tmp_path, ratio=0.2, mode=mode) as made:
+        with tiny.engine(model, tmp_path, ratio=0.2, policy="query", mode=mode) as made:
             found.append([*said(made, prompts[:1], options), *said(made, prompts, options)])
         assert (watched.grown > 9) == (first_tokens == 2)
         assert max(watched.joint[before:]) == 3

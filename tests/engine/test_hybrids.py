@@ -85,6 +85,7 @@ def test_at_ratio_1_the_answer_is_that_of_a_full_prefill(engine):
         ({"ratio": "auto"}, "ratio auto is not used"),
         ({"ratio": 0.3, "policy": "random"}, "policy random is not used"),
         ({"policy": "random"}, "policy random is not used"),
+        ({"policy": "query+shift"}, "policy query+shift is not used"),
     ],
 )
 def test_options_that_are_not_used_are_named_in_a_note(engine, given, said):

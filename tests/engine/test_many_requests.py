@@ -35,11 +35,11 @@ def options(number: int) -> Options:
         {},
         {"mode": "full"},
         {"mode": "reuse"},
-        {"temperature": 0.9, "seed": number},
-        {"logprobs": 2},
-        {"generate_kwargs": {"repetition_penalty": 1.3}},
+        {"policy": "query", "temperature": 0.9, "seed": number},
+        {"policy": "query", "logprobs": 2},
+        {"policy": "query", "generate_kwargs": {"repetition_penalty": 1.3}},
         {"generate_kwargs": {"num_beams": 2}},
-        {"stop": ("e",)},
+        {"policy": "query", "stop": ("e",)},
     ]
     return Options(max_new_tokens=3 + 5 * number % 17, **ways[number % len(ways)])
 
@@ -183,7 +183,8 @@ class Fails(LogitsProcessor):
 def test_requests_share_chunks_at_different_positions(engine, moves, mode):
     """Each keeps only its own tokens; a chunk is in memory once, and gone with the last request."""
     prompts = [tiny.prompt(engine, i, (i + 1) % 4, (i + 2) % 4) for i in range(4)]
-    asked = Options(mode=mode, ratio=0.2 if mode == "blend" else None, max_new_tokens=12)
+    ways = {"policy": "query", "ratio": 0.2} if mode == "blend" else {}
+    asked = Options(mode=mode, max_new_tokens=12, **ways)
     alone = [engine.generate(prompt, asked).text for prompt in prompts]
     assert not moves
     assert [answer.text for answer in engine.batch(prompts, asked)] == alone

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import tiny
+from blendrag.config import DEFAULT_POLICY
 from blendrag.engine import Options
 from blendrag.fusor.selection import Blending, Schedule
 
@@ -27,7 +28,7 @@ def test_an_automatic_ratio_is_the_smallest_until_one_is_chosen() -> None:
 def test_calibrated_is_the_default_policy_that_may_be_replaced() -> None:
     given = Blending.of("calibrated")
     assert given.is_calibrated
-    assert str(given.policy) == "query"
+    assert str(given.policy) == DEFAULT_POLICY
     assert not Blending.of("query").is_calibrated
 
 

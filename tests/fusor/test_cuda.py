@@ -92,7 +92,7 @@ def test_a_loader_closed_half_way_ends(here):
     assert not closer.is_alive()
 
 
-@pytest.mark.parametrize("policy", ["hkvd", "query", "blend", "random", "boundary"])
+@pytest.mark.parametrize("policy", ["hkvd", "query", "query+shift", "blend", "random", "boundary"])
 def test_a_blended_prefill_equals_that_of_the_cpu(here, there, policy):
     asked = spans(here)
     expected, cache, _ = tiny.fuse(Fusor(here), IDS, asked, policy, 0.3, "constant")
@@ -108,7 +108,7 @@ def test_prompts_packed_on_the_device_get_what_they_get_alone_on_the_cpu(
 ):
     monkeypatch.setattr("blendrag.fusor.rows.FOLDED_BYTES", folded_bytes)
     asked = spans(here)
-    policies = ("hkvd", "query", "random")
+    policies = ("hkvd", "query", "query+shift", "random")
     prompts = [
         PackedPrompt(IDS.to(there.device), tiny.request(IDS, asked, policy, 0.3, "constant"), 4)
         for policy in policies
@@ -339,7 +339,7 @@ def test_answers_over_shared_chunks(tmp_path):
             patch.setattr(ChunkPool, "share", counted)
             return [one.text for one in threads.map(lambda a: engine.generate(a, options), asked)]
 
-    answers_on_both(tmp_path, at_once)
+    answers_on_both(tmp_path, at_once, policy="query")
     assert max(shared) > 1
 
 

@@ -15,6 +15,8 @@ from fusor.two_chunks import EVERYWHERE, IDS, exact_spans
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "deepseek_v2"])
 def test_heads_copy_that_attend_to_what_followed_a_random_token(name, monkeypatch):
     """Against stock eager attention: grouped heads, windows, attention sinks, latent KV."""
+    for name_of in ("recall", "remember"):
+        monkeypatch.setattr(induction.measurements, name_of, lambda *_: None)
     adapter = tiny.adapter(tiny.family(name))
     given: list[torch.Tensor] = []
     run = adapter.stack.base.forward
@@ -44,6 +46,35 @@ def test_heads_copy_that_attend_to_what_followed_a_random_token(name, monkeypatc
         if (each >= limit).any()
     }
     assert {layer: heads.tolist() for layer, heads in copying_heads(adapter).items()} == expected
+
+
+def test_heads_that_copy_are_measured_once(monkeypatch):
+    monkeypatch.setattr(induction, "_VERSION", "of this test")
+    monkeypatch.setattr(induction, "COPIES_FROM", 0.0)
+    adapter = tiny.adapter(tiny.family("llama"))
+    measured = copying_heads(adapter)
+    assert measured
+    monkeypatch.setattr(induction, "scouting", None)  # nothing is measured any more
+    for layer, heads in copying_heads(adapter).items():
+        assert torch.equal(heads, measured.pop(layer))
+    assert not measured
+
+
+def test_heads_that_copy_are_looked_up_again_for_other_weights(monkeypatch):
+    adapter, asked = tiny.adapter(tiny.llama()), []
+    monkeypatch.setattr(
+        "blendrag.fusor.fusor.copying_heads", lambda given: asked.append(given) or {}
+    )
+    fusor = Fusor(adapter)
+    assert adapter.identity
+    for _ in range(2):
+        fusor.prepare()
+    assert len(asked) == 1
+    with torch.no_grad():
+        adapter.model.lm_head.weight.mul_(2)
+    assert adapter.identity  # as an engine reads it when it plans a request
+    fusor.prepare()
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("packed", [False, True])

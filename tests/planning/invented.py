@@ -30,6 +30,7 @@ def profile(bytes_per_s: float = 1e9, **changes: Any) -> Profile:
         "last": changes.get("layer", line(1e-3)),
         "scout": line(1e-3),
         "peek_s": 0.0,
+        "shift_s": 0.0,
         "fixed_s": 0.0,
         "tiers": (Tier("disk", bytes_per_s),),
         "device_bytes_per_s": None,

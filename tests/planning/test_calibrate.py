@@ -59,7 +59,9 @@ DOCUMENTS = 8
 
 
 def found(policy: str = FIRST, candidate: str = FIRST, **more: Any) -> Calibration:
-    return Calibration(policy, candidate, RATIO, 16, 0.1, 0.2, 0.9, 0.1, 0.01, **more)
+    return Calibration(
+        policy, DEFAULT_POLICY, candidate, RATIO, 16, 0.1, 0.2, 0.9, 0.1, 0.01, **more
+    )
 
 
 # -- the choice ---------------------------------------------------------------------------------
@@ -175,11 +177,12 @@ def test_the_conclusion_says_what_was_chosen_for_which_ratio_and_how_to_undo_it(
     first, *lines, about, undo = report.conclusion.splitlines()
     assert first == (
         "ratio 0.05 is as close to full prefill as 0.2: requests that name neither ratio nor policy take "
-        "ratio 0.05, query"
+        f"ratio 0.05, {DEFAULT_POLICY}"
     )
     assert [line.split(":")[0] for line in lines] == [
-        "  ratio 0, reuse", "  ratio 0.05, query", "  ratio 0.15, query", "  ratio 0.2, query"
-    ]  # fmt: skip
+        "  ratio 0, reuse",
+        *(f"  ratio {ratio}, {DEFAULT_POLICY}" for ratio in (0.05, 0.15, 0.2)),
+    ]
     assert "KL 0.4, 90.0% agree" in lines[0]
     assert lines[1].endswith(f"; {FIRST} gains 0 ± 0, which is not enough")
     assert "8 of 9 prompts" in about

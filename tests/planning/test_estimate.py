@@ -85,6 +85,16 @@ def test_an_exact_part_is_always_loaded_and_never_recomputed():
     assert forecast(profile(1e9), exact, []).compute_s == pytest.approx(LAYERS * 0.02)
 
 
+def test_what_is_not_recomputed_is_moved_in_every_layer_but_the_first():
+    made, moved_s = profile(1e4, shift_s=1e-5), 300 * 1e-5
+    for counts, layers in ((TENTH, LAYERS - 1), ([30, *[0] * (LAYERS - 2)], 1)):
+        moving, staying = (forecast(made, prompt(moves_others=m), counts) for m in (True, False))
+        assert moving.compute_s - staying.compute_s == pytest.approx(layers * moved_s)
+    moving, staying = (forecast(made, prompt(moves_others=m), TENTH) for m in (True, False))
+    # in the last layer; the others hide behind loads
+    assert moving.ttft_s - staying.ttft_s == pytest.approx(moved_s)
+
+
 def test_recompute_begins_after_the_scout_pass():
     made = profile(1e4, fixed_s=0.5)
     predicted = forecast(made, prompt(scouted_layers=LAYERS), TENTH)
@@ -95,9 +105,11 @@ def test_recompute_begins_after_the_scout_pass():
     assert predicted.compute_s == pytest.approx(0.5 + 2 * 0.02 + LAYERS * 0.05)
 
 
-@pytest.mark.parametrize("policy", [{"scouted_layers": 2}, {"needs_deviation": True}])
+@pytest.mark.parametrize(
+    "policy", [{"scouted_layers": 2}, {"needs_deviation": True}, {"moves_others": True}]
+)
 def test_where_nothing_is_recomputed_nothing_is_done_to_choose_tokens(policy):
-    made, zeros = profile(1e4, peek_s=1e-4), [0] * (LAYERS - 1)
+    made, zeros = profile(1e4, peek_s=1e-4, shift_s=1e-5), [0] * (LAYERS - 1)
     one, other = (forecast(made, asked, zeros) for asked in (prompt(**policy), prompt()))
     assert one == other
     assert one != forecast(made, prompt(**policy), [1] * (LAYERS - 1))

@@ -30,6 +30,7 @@ from blendrag.planning.measure import (
     FRESH_TOKENS,
     MAX_FAR_TOKENS,
     MIN_PROMPT_TOKENS,
+    MOVING_POLICY,
     PLAIN_POLICY,
     RATIOS,
     SCOUT_POLICY,
@@ -421,6 +422,14 @@ def test_the_last_layer_is_timed_apart_from_the_others(layers, pass_s, each):
         assert min(found[name].seconds) == pytest.approx(seconds)
         assert max(found[name].seconds) == pytest.approx(seconds)
     assert found["fixed_s"] == 0.1
+
+
+def test_moving_is_what_it_takes_longer_than_staying():
+    times = {one: Timed(0.65, 0.05, 0.1, 0.75) for one in prefills(256)}
+    (moving,) = of(list(times), MOVING_POLICY)
+    times[moving] = times[moving]._replace(total_s=0.78)
+    each = 0.03 / (LAYERS - 1) / moving.candidates
+    assert figures(times, LAYERS)["shift_s"] == pytest.approx(each)
 
 
 @pytest.mark.parametrize(("longest", "pair_s"), [(128, LAYERS * 5e-7), (2048, 0.0)])

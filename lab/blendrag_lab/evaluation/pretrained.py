@@ -18,7 +18,7 @@ from blendrag_lab.tables import Column, number, table
 MODELS = "MODELS"
 #: Policies, ratios and size of every run.
 _OPTIONS = (
-    "--dtype bfloat16 --policies reuse,cacheblend,hkvd,query,query+shift,query+hkvd,blend "
+    "--dtype bfloat16 --policies reuse,cacheblend,query,query+shift "
     "--ratio 0.15 --ratio 0.3 --schedules constant --chunks 6 --chunk-tokens 512 --contexts {} "
     "--max-new-tokens 32 --json"
 )

@@ -43,9 +43,10 @@ def loaded_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("loaded_first")
 def test_operators_do_not_grow_with_chunks_schedules_or_layers():
+    policies = "--policies", "reuse,query,query+shift"
     fields = measured(
-        "overhead", "--chunks", "3,9", "--chunk-tokens", "8", "--policies", "reuse,query", "--rounds", "1"
-    )  # fmt: skip
+        "overhead", "--chunks", "3,9", "--chunk-tokens", "8", *policies, "--rounds", "1"
+    )
     assert fields["layers"] == 32
     rows = {(row["way"], row["chunks"]): row for row in fields["rows"]}
     assert rows["reuse", 3]["over_stock"] < 1.2  # little more than one forward

@@ -58,7 +58,9 @@ def test_full_prefill_waits_as_long_as_it_takes_at_the_doubling_rate() -> None:
 
 def test_kv_that_is_shared_and_not(monkeypatch: pytest.MonkeyPatch) -> None:
     steps_after_prefills(monkeypatch)
-    found = measured("serve", *SMALL, "--only", "blend", "--chunks", "3", "--ratio", "0.1")
+    found = measured(
+        "serve", *SMALL, "--only", "blend", "--chunks", "3", "--policy", "query", "--ratio", "0.1"
+    )
     alone, together, unshared = found["rows"]
     assert alone["way"] == found["baseline"] == BASELINE
     assert alone["kv_bytes"] is None

@@ -13,7 +13,7 @@ import torch
 
 import tiny
 import writers
-from blendrag.config import DEFAULT_EMBEDDER, DEFAULT_POLICY
+from blendrag.config import DEFAULT_EMBEDDER
 from blendrag.corpus.embedder import Embedder
 from blendrag.engine import Answer, BlendEngine, Options
 from blendrag.engine.request import RagPrompt
@@ -136,7 +136,7 @@ def test_a_twentieth_of_the_tokens_answers_as_full_prefill_on_the_embedded_model
     kinds = ("coreference", "direct")
     dataset = replace(dataset, cases=tuple(c for c in dataset.cases if c.kind in kinds))
     schedules = ["first:3", "first:5"]
-    ways = make_ways(["reuse", DEFAULT_POLICY], schedules, [0.05], [True])
+    ways = make_ways(["reuse", "query"], schedules, [0.05], [True])
     found = Arena(adapter, dataset, ways).run()
 
     def score(way: Way, kind: str = "coreference") -> float:
@@ -145,12 +145,12 @@ def test_a_twentieth_of_the_tokens_answers_as_full_prefill_on_the_embedded_model
         return found_score
 
     full, reuse = score(FULL), score(REUSE)
-    early, enough = (score(Way(DEFAULT_POLICY, s, 0.05, True)) for s in schedules)
+    early, enough = (score(Way("query", s, 0.05, True)) for s in schedules)
     assert full >= 0.9
     assert reuse <= full - 0.25
     assert enough >= full - 0.15
     assert early <= reuse + 0.15
-    assert score(Way(DEFAULT_POLICY, "first:5", 0.05, True), "direct") >= 0.85
+    assert score(Way("query", "first:5", 0.05, True), "direct") >= 0.85
     assert row_of(found, REUSE, "coreference").pgr < 0.75  # type: ignore[operator]
 
 

@@ -57,7 +57,7 @@ def test_every_way_becomes_a_request():
 
 
 def test_calibrated_means_the_policy_in_the_store(tmp_path):
-    found = Calibration("blend", "blend", 0.1, 8, 0.0, 1.0, 1.0, 1.0, 0.0)
+    found = Calibration("blend", "query", "blend", 0.1, 8, 0.0, 1.0, 1.0, 1.0, 0.0)
     made = make_ways(["full", "calibrated", "query"], ["constant"], [0.1], [True])
     with pytest.raises(InvalidInputError, match="nothing is calibrated for this model"):
         look_up(made, tmp_path, "model")

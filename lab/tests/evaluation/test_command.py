@@ -251,7 +251,7 @@ def test_the_calibration_of_a_store_is_found_as_it_encodes_chunks(model, tmp_pat
     assert invoke(*ingest_args(docs, model, store, *encoded)).exit_code == 0
     with Corpus.open(store, read_only=True) as corpus:
         namespace = corpus.manifest.namespace
-    found = Calibration("boundary(4)", "boundary(4)", 0.1, 8, 0.0, 1.0, 1.0, 1.0, 0.0)
+    found = Calibration("boundary(4)", "query", "boundary(4)", 0.1, 8, 0.0, 1.0, 1.0, 1.0, 0.0)
     calibrations(store, namespace).keep(found)
     args = small(model, "--policies", "calibrated", "--ratio", "0.1", "--questions", "1")
     made = rows(*args, "--store", str(store))

@@ -191,7 +191,8 @@ def calibrate(
     controller = scheduler.run(lambda: _controller(kv, planner))
     race, interrupted, is_complete = Race(options.ratio, len(prompts)), False, False
     kept = partial_races(kv.root, controller.namespace)
-    ids = [str((options.ratio, CANDIDATES)).encode(), *(str(p.ids).encode() for p in prompts)]
+    compared = options.ratio, DEFAULT_POLICY, CANDIDATES
+    ids = [str(compared).encode(), *(str(p.ids).encode() for p in prompts)]
     digest = digest_fields(ids)
     first = _resumed(kept, digest, race, len(prompts))
     before = len(race.rows)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 
+from blendrag.config import CALIBRATED
 from blendrag.engine.background_writer import BackgroundWriter
 from blendrag.engine.exact_prefixes import ExactPrefixes
 from blendrag.engine.kept_kv import KeptKV
@@ -152,6 +153,8 @@ class Planner:
         if kv.model.adapter.refusal is None:  # else planning reports it
             kv.validity.is_valid(kv.validity.namespace)
             _ = kv.model.fusor if kv.model.adapter.fuses else kv.model.composer
+            if kv.model.adapter.fuses and kv.validity.is_verified:
+                kv.model.fusor.prepare()
             if self._settings.remote is not None:
                 self._token_s()
         self._is_open = True
@@ -248,7 +251,8 @@ class Planner:
         policy = str(blending.policy)
         if policy == "reuse" or request.mode != "blend":
             return blending.at(0.0)
-        if policy not in ("query", "full"):
+        named = options.policy or self._settings.policy
+        if named != CALIBRATED and policy not in ("query", "full"):
             stream.notes.append(RUNS_ONLY.format(policy))
         if not self._kv.model.composer.serves:
             if options.ratio is not None or self._settings.ratio is not None:

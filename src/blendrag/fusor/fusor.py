@@ -5,9 +5,8 @@ The caller holds the adapter's lock from :meth:`Fusor.fuse` to the last token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -48,6 +47,7 @@ class Fusor:
             self._observes = fast_attention or observes(adapter.stack)
             self._by_token = token_arguments(adapter.stack)
         self._force_masks = force_masks
+        self._copying: tuple[Hashable, Mapping[int, torch.Tensor] | None] = None, None
         if adapter.device.type == "cpu":
             keep_freed_blocks()
         own = attention_name(adapter.stack.config)
@@ -66,14 +66,23 @@ class Fusor:
         """A cache with room for the prompt and the answer."""
         return BlendCache(self.adapter.layout, prompt_tokens + new_tokens + 1, self.adapter.device)
 
-    @cached_property
-    def _copying(self) -> Mapping[int, torch.Tensor]:
-        return copying_heads(self.adapter)
+    def prepare(self) -> None:
+        """What is measured once of a model's weights, so that no request waits for it."""
+        if self._observes:
+            self._copying_heads()
+
+    def _copying_heads(self) -> Mapping[int, torch.Tensor]:
+        """Of the weights and adapters that are active now."""
+        weights, heads = self._copying
+        if heads is None or weights != self.adapter.identified_weights:
+            heads = copying_heads(self.adapter)
+            self._copying = self.adapter.identified_weights, heads
+        return heads
 
     def _kept_heads(self, request: BlendRequest) -> Mapping[int, torch.Tensor]:
         """By layer, the heads ``[n]`` whose stored keys are not moved."""
         moves = request.blending.policy.moves_others and self._observes
-        return self._copying if moves else {}
+        return self._copying_heads() if moves and request.candidates else {}
 
     # -- one prompt ---------------------------------------------------------------------------
 

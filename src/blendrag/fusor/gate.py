@@ -4,7 +4,7 @@ r = 1.0 alone proves nothing, because no loaded KV is read. So, on the model as 
 
 a. KV of a prompt is computed at an offset and re-positioned to 0. A random non-contiguous fifth of its rows
    is recomputed from layer 1 on. The logits of those rows equal a stock prefill's, as do those of the
-   policies ``hkvd`` and ``query``;
+   policy ``hkvd`` and of the default one;
 b. the same with disturbed values must differ from a stock prefill, which shows that a. can fail. Keys are not
    disturbed: under nearly even attention they hardly matter;
 c. both on a prompt more than twice the largest window, up to :data:`MAX_PROMPT_TOKENS`;
@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import torch
 
+from blendrag.config import DEFAULT_POLICY
 from blendrag.errors import UnsupportedModelError
 from blendrag.fusor.composer import Composer, composed_in_order
 from blendrag.fusor.fusor import Fusor
@@ -41,7 +42,7 @@ from blendrag.store.kv import ChunkKV, dtype_name
 Verdict = Literal["blendable", "refused"]
 
 #: Counts up when the gate measures something else, so that earlier verdicts are not used.
-GATE_VERSION = 6
+GATE_VERSION = 7
 
 OFFSET = 37
 #: Where the prompt is moved to, to see how noisy the model's own logits are.
@@ -55,7 +56,7 @@ COMPARED_ROWS = 256
 #: Longest prompt for (c); larger windows are checked as far as this goes.
 MAX_PROMPT_TOKENS = 16384
 #: What follows the gate's first prefill, in prefills of the same prompt.
-REMAINING_PREFILLS = 5
+REMAINING_PREFILLS = 6
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,9 @@ def _measure(
         logits, _, _ = fusor.prefill(ids, request)
         return difference_of(logits[0], stock[-1:])
 
-    subset = max(subset_diff(kv), policy_diff("hkvd", "geometric"), policy_diff("query", "linear"))
+    subset = max(
+        subset_diff(kv), policy_diff("hkvd", "geometric"), policy_diff(DEFAULT_POLICY, "linear")
+    )
     perturbed = subset_diff(_disturbed(kv, adapter.repositioner, 3.0))
     full, greedy = _full_recompute(adapter, ids, seen, stock, kv)
     tolerance = LOGIT_TOLERANCE[dtype_name(adapter.precision)] * max(scale, 1.0)

@@ -10,7 +10,11 @@ import torch
 
 from blendrag.fusor.rows import Rows
 from blendrag.fusor.scout import Observed, Scout, scouting
+from blendrag.model import measurements
 from blendrag.model.adapter import ModelAdapter
+
+#: Counts up when something else is measured, so that what was found earlier is not used.
+_VERSION = 1
 
 #: Random tokens that are repeated, and what comes before them.
 REPEATED_TOKENS, BEFORE = 48, 16
@@ -33,12 +37,24 @@ class _CopyScout(Scout):
         self.shares.append(heads[:, rows, BEFORE + 1 + rows].float().mean(-1))
 
 
-@torch.inference_mode()
 def copying_heads(adapter: ModelAdapter) -> dict[int, torch.Tensor]:
-    """By layer, the KV heads ``[n]`` with a query head that copies, measured in one forward of random tokens.
+    """By layer, the KV heads ``[n]`` with a query head that copies; measured once per model and machine.
 
     None are found where layers share KV. The model's attention must be one that a scout observes.
     """
+    key = measurements.key_of(
+        f"copying heads {_VERSION}", adapter.identity.namespace, adapter.device
+    )
+    known = measurements.recall(key, dict[int, list[int]])
+    if known is None:
+        known = _measured(adapter)
+        measurements.remember(key, known)
+    return {layer: torch.tensor(heads, device=adapter.device) for layer, heads in known.items()}
+
+
+@torch.inference_mode()
+def _measured(adapter: ModelAdapter) -> dict[int, list[int]]:
+    """By layer, those heads, from one forward of random tokens."""
     vocabulary = adapter.model.get_input_embeddings().num_embeddings
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(vocabulary, (BEFORE + REPEATED_TOKENS,), generator=generator)
@@ -51,10 +67,10 @@ def copying_heads(adapter: ModelAdapter) -> dict[int, torch.Tensor]:
         scouting(adapter.stack, lambda: [Observed(scout)]),
     ):
         adapter.stack.base(input_ids=ids[None], use_cache=False)
-    shapes, found = adapter.layout.layers, {}
+    shapes, found = adapter.layout.layers, dict[int, list[int]]()
     if len(scout.shares) == len(shapes):
         for layer, (shape, shares) in enumerate(zip(shapes, scout.shares, strict=True)):
             copies = shares.view(shape.kv_heads, -1).amax(-1) >= COPIES_FROM
             if copies.any():
-                found[layer] = copies.nonzero()[:, 0].to(adapter.device)
+                found[layer] = copies.nonzero()[:, 0].tolist()
     return found

@@ -220,7 +220,7 @@ def _logits(adapter: ModelAdapter, ids: Sequence[int], cache: Any, keep: int) ->
 
 #: Policies that come close to full prefill on some pretrained model, besides the default. Falling schedules
 #: do on none.
-CANDIDATES = ("query+shift", "query(33-67)", "query(0-100)", "query+hkvd", "hkvd", "blend")
+CANDIDATES = ("query+shift(33-67)", "query+shift(0-100)", "query", "query+hkvd", "hkvd", "blend")
 #: Candidates left from these parts of the calibration on. The last one is checked on the remaining prompts.
 ROUNDS = ((1 / 8, 2), (3 / 8, 1))
 #: The fewest prompts of a check, and of a whole calibration.
@@ -302,6 +302,7 @@ class Calibration:
 
     policy: str
     """The candidate that gained, else the default."""
+    default: str
     candidate: str
     """The policy that was closest to full prefill on the first prompts, and was checked on the others."""
     ratio: Annotated[float, Field(ge=0, lt=1)]
@@ -357,7 +358,8 @@ class Calibration:
         )
         own_kl, other_kl, reuse_kl = map(statistics.fmean, (own, other, reuse))
         gain, error = _difference(other, own)
-        found = cls(default, candidate, ratio, len(rows), own_kl, other_kl, reuse_kl, gain, error)
+        kls = own_kl, other_kl, reuse_kl
+        found = cls(default, default, candidate, ratio, len(rows), *kls, gain, error)
         return replace(found, policy=candidate) if found.gains else found
 
     def compared(self, largest: Calibration, rows: Sequence[Row]) -> Calibration:

@@ -371,6 +371,7 @@ class Controller:
             tuple(_part(span, stored) for span in plan.spans),
             blending.policy.needs_deviation,
             blending.policy.attention_layers(len(stored.layers)).stop,
+            blending.policy.moves_others,
         )
         try:
             estimator = Estimator(self.profile, prompt)

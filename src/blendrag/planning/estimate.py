@@ -47,6 +47,7 @@ class PromptParts:
     needs_deviation: bool = False
     scouted_layers: int = 0
     """Layers of the scout pass; 0 without one."""
+    moves_others: bool = False
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,9 @@ class LoadEstimate:
         selects = selects and self.candidates > 0
         self._scouted = prompt.scouted_layers if selects else 0
         self._needs_deviation = prompt.needs_deviation and selects
+        moves = prompt.moves_others and selects
+        self._shift_s = of.profile.shift_s * self.candidates * moves
+        """In each layer that moves chunk tokens."""
         self._scout_s, self._scouted_s = self._scouting() if self._scouted else (0.0, 0.0)
 
     def at(self, counts: Sequence[float]) -> Forecast:
@@ -168,7 +172,8 @@ class LoadEstimate:
             seconds.append(known[key] + (self._loads[skips][1][layer] if reading else 0.0))
         if self._needs_deviation and len(seconds) > 1:
             seconds[1] += profile.peek_s * (self._fresh + self.candidates)
-        return seconds
+        moving = (self._shift_s * (chosen > 0) for chosen in counts)
+        return [seconds[0], *(sum(pair) for pair in zip(seconds[1:], moving, strict=True))]
 
     def _entering(self, counts: Sequence[float]) -> float:
         return self.candidates if self._needs_deviation or not counts else counts[0]

@@ -60,6 +60,8 @@ STOCK = "prefill"
 #: Policies that recompute rows and nothing else, that need deviations, and whose scout pass runs through all
 #: layers.
 PLAIN_POLICY, DEVIATION_POLICY, SCOUT_POLICY = "random", "hkvd", "blend"
+#: Policies that differ in that the second moves what it does not recompute.
+STAYING_POLICY, MOVING_POLICY = "query", "query+shift"
 #: The longest prompt, in longest stock prefills and in tokens: requests compute few rows that see many keys.
 FAR_PROMPT_LENGTHS, MAX_FAR_TOKENS = 6, 8192
 
@@ -289,7 +291,11 @@ def prefills_to_time(lengths: Sequence[int], longest: int, chunk_tokens: int) ->
         for n in SCOUTED_FRESH_TOKENS
     ]
     peeks = [replace(each, policy=DEVIATION_POLICY, ratio=USUAL_RATIO) for each in prompts[-2:]]
-    return [*(PromptToTime(STOCK, n) for n in lengths), *plain, *scouts, *peeks]
+    shifts = [
+        replace(prompts[-2], policy=policy, ratio=USUAL_RATIO)
+        for policy in (STAYING_POLICY, MOVING_POLICY)
+    ]
+    return [*(PromptToTime(STOCK, n) for n in lengths), *plain, *scouts, *peeks, *shifts]
 
 
 class Timed(NamedTuple):
@@ -337,12 +343,15 @@ def figures(timed: Mapping[PromptToTime, Timed], layers: int) -> dict[str, Any]:
         _peek_s(prefill, times, timed[replace(prefill, policy=PLAIN_POLICY)], layer)
         for prefill, times in by_policy[DEVIATION_POLICY]
     ]
+    ((moving, moving_times),) = by_policy[MOVING_POLICY]
+    shift_s = moving_times.total_s - timed[replace(moving, policy=STAYING_POLICY)].total_s
     return {
         "prefill": fit((Point(p.tokens, p.tokens / 2, 0, t.total_s) for p, t in stock), pair_s),
         "layer": layer,
         "last": last,
         "scout": fit(p.point(t.first_pass_s / layers) for p, t in by_policy[SCOUT_POLICY]),
         "peek_s": max(0.0, statistics.fmean(peeks)),
+        "shift_s": max(0.0, shift_s) / (max(1, layers - 1) * moving.candidates),
         "fixed_s": statistics.median(times.outside_s for _, times in plain),
     }
 

@@ -122,6 +122,8 @@ class Profile:
     """One layer of the scout pass."""
     peek_s: Finite
     """Per row: K and V of layer 1 and their deviation, for a policy that needs deviations."""
+    shift_s: Finite
+    """Per layer and chunk token that is moved, for a policy that moves what it does not recompute."""
     fixed_s: Finite
     """Outside of the layers: embedding, logits, ``generate`` itself."""
     tiers: Annotated[tuple[Tier, ...], Field(min_length=1)]
@@ -133,7 +135,7 @@ class Profile:
     layer_bytes: Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(min_length=1)]
     """Per layer, of one stored chunk of ``chunk_tokens``."""
     took_s: Finite
-    version: Literal[4] = 4
+    version: Literal[5] = 5
     """Version of the form of these figures."""
 
     @property

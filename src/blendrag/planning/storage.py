@@ -84,7 +84,10 @@ def usual_prompt(profile: Profile, policy: str, chunks: int) -> PromptParts:
         for i in range(chunks)
     )
     scouted = selecting.attention_layers(profile.layers).stop
-    return PromptParts(chunks * tokens + QUESTION_TOKENS, parts, selecting.needs_deviation, scouted)
+    return PromptParts(
+        chunks * tokens + QUESTION_TOKENS, parts, selecting.needs_deviation, scouted,
+        selecting.moves_others,
+    )  # fmt: skip
 
 
 def usual_estimate(

@@ -3,8 +3,8 @@
 It is ``hkvd`` with a schedule of its own, the one that served it best on pretrained models: each layer keeps
 95% of the tokens of the layer before. ``hkvd`` takes the request's schedule.
 
-The default is ``query``, because it is closer to full prefill at the same ratio: deviation tells which tokens
-are stale, but not which of them the question needs.
+The default is ``query+shift``, because it is closer to full prefill at the same ratio: deviation tells which
+tokens are stale, but not which of them the question needs.
 """
 
 from __future__ import annotations

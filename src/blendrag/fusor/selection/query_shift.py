@@ -1,8 +1,8 @@
 """``query+shift``: the tokens of ``query``, random ones, and what both show about the others (AgentKVShift).
 
 Part of the budget are random tokens. Tokens that are not recomputed are moved by the error predicted from the
-others; see :mod:`blendrag.fusor.shift`. Each request then has chunks of its own: while requests decode
-together, only ``query`` keeps chunks that they have in common in memory once.
+others; see :mod:`blendrag.fusor.shift`. Each request then has chunks of its own, while ``query`` leaves most
+tokens as they are stored, so that requests that decode together keep them in memory once.
 """
 
 from __future__ import annotations
