@@ -28,7 +28,7 @@ import torch
 import blendrag
 from blendrag.config import DEFAULT_EMBEDDER, KVEncoding
 from blendrag.corpus.embedder import Embedder, absolute_embedder
-from blendrag.engine import BlendEngine, Options
+from blendrag.engine import BlendEngine, IngestReport, Options
 from blendrag.engine.rendering import SEPARATOR, render
 from blendrag.errors import InvalidInputError
 from blendrag.model.adapter import ModelAdapter
@@ -46,6 +46,8 @@ from blendrag_lab.evaluation.ways import FULL, NONE, PREFIX, Way, with_recipe
 
 #: Called with questions done and questions in all, before each one and at the end.
 Watch = Callable[[int, int], None]
+#: Called while the chunks of the whole dataset are encoded after similar ones, before the first question.
+WatchIngest = Callable[[IngestReport], None]
 
 #: Longest answers: names and numbers, a few words, a summary.
 NEW_TOKENS = {"accuracy": 16, "f1": 32, "rouge_l": 256}
@@ -88,9 +90,14 @@ def _encoding(way: Way) -> Encoding | None:
 class Engines:
     """Made by :func:`open_engines`; ``engines`` by the encoding of the ways that they answer."""
 
-    def __init__(self, engines: Mapping[Encoding, BlendEngine], corpus: Sequence[str]) -> None:
+    def __init__(
+        self,
+        engines: Mapping[Encoding, BlendEngine],
+        corpus: Sequence[str],
+        watch: WatchIngest | None = None,
+    ) -> None:
         """``corpus``: each chunk of the dataset once; similar ones are found among them."""
-        self._engines, self._corpus = engines, corpus
+        self._engines, self._corpus, self._watch = engines, corpus, watch
         self._held: dict[Encoding, list[str]] = {encoding: [] for encoding in engines}
 
     def of(self, way: Way) -> BlendEngine:
@@ -116,7 +123,8 @@ class Engines:
             if encoding.after == PREFIX:
                 wanted = texts[:1]
             documents = [Document(f"chunk {i}", text, "") for i, text in enumerate(wanted)]
-            report = engine.ingest(documents).whole()
+            watch = self._watch if encoding.encode_after else None
+            report = engine.ingest(documents, watch=watch).whole()
             if report.chunks != len(wanted):
                 raise InvalidInputError(
                     f"{len(wanted)} chunks of a context were cut into {report.chunks}, expected none "
@@ -158,6 +166,7 @@ def open_engines(
     writer: Path | None,
     corpus: Sequence[str],
     embedder: Embedder,
+    watch: WatchIngest | None = None,
 ) -> Iterator[Engines]:
     """Engines for chunks of at most ``largest_chunk`` tokens; their stores are removed afterwards.
 
@@ -187,7 +196,7 @@ def open_engines(
             searches = encoding.encode_after > 0
             engine.use_embedder(embedder if searches else NoEmbedder("none"))
             engines[encoding] = stack.enter_context(engine)
-        yield Engines(engines, corpus)
+        yield Engines(engines, corpus, watch)
 
 
 class Arena:
@@ -247,7 +256,10 @@ class Arena:
         return digest_fields(key.encode() for key in self._keys.values())[:16]
 
     def run(
-        self, journal: Journal | None = None, watch: Watch = lambda done, total: None
+        self,
+        journal: Journal | None = None,
+        watch: Watch = lambda done, total: None,
+        watch_ingest: WatchIngest | None = None,
     ) -> list[ArenaRow]:
         journal = journal if journal is not None else Journal()
         pending = [case for case in self.dataset.cases if self._missing(case, journal)]
@@ -258,7 +270,7 @@ class Arena:
             head = self._wording.head(self.adapter.tokens)
             with open_engines(
                 *(self.adapter, self.ways, head, self._largest_chunk, self.kv_encoding),
-                *(self._writer, self._corpus, self._embedder),
+                *(self._writer, self._corpus, self._embedder, watch_ingest),
             ) as engines:
                 for cases in by_context(pending):
                     engines.hold(cases[0].chunks)

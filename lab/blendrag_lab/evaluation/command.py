@@ -20,6 +20,7 @@ from blendrag.errors import InvalidInputError
 if TYPE_CHECKING:
     from blendrag.config import KVEncoding
     from blendrag.corpus.manifest import Manifest
+    from blendrag.engine import IngestReport
     from blendrag_lab.evaluation.arena import Arena
     from blendrag_lab.evaluation.rows import ArenaRow
     from blendrag_lab.evaluation.ways import Way
@@ -242,6 +243,7 @@ def _encode_after(given: int | None, manifest: Manifest | None) -> int:
 
 def _run(arena: Arena, out: Path | None) -> list[ArenaRow]:
     """Without ``out`` the journal is in the cache directory until the run is complete."""
+    from blendrag.cli.output import count
     from blendrag.cli.progress import StatusLine
     from blendrag.config import settings
     from blendrag_lab.evaluation.rows import Journal
@@ -252,9 +254,13 @@ def _run(arena: Arena, out: Path | None) -> list[ArenaRow]:
         def watch(done: int, total: int) -> None:
             kept = f"{done} of {total} questions are kept in {path}; repeat the command to go on"
             interrupt.expect(kept, grace_s=10.0)
-            line.show(f"{done} of {total} questions", done, total)
+            line.show(f"{done} of {count(total, 'question')}", done, total)
 
-        rows = arena.run(Journal(path), watch)
+        def watch_ingest(totals: IngestReport) -> None:
+            share = f", {totals.work_done / totals.work:.0%} done" if totals.work else ""
+            line.show(f"encoding chunks after similar ones{share}")
+
+        rows = arena.run(Journal(path), watch, watch_ingest)
     if out is None:
         path.unlink(missing_ok=True)
     return rows

@@ -304,6 +304,18 @@ def test_a_bad_dataset_is_one_sentence(model, tmp_path, record, sentence):
     assert sentence in refused(*small(model, "--dataset", str(tmp_path / "bad.json")))
 
 
+def test_encoding_after_similar_chunks_shows_its_progress(model, monkeypatch):
+    shown: list[str] = []
+    monkeypatch.setattr(StatusLine, "show", lambda line, text, *given: shown.append(text))
+    rows(
+        *small(model, "--policies", "reuse", "--encode-after", "1", "--embedder", "minilm-offline")
+    )
+    encoding = [text for text in shown if text.endswith("% done")]
+    assert encoding[0] == "encoding chunks after similar ones, 0% done"
+    assert encoding[-1] == "encoding chunks after similar ones, 100% done"
+    assert shown[-1] == "2 of 2 questions"
+
+
 def test_ctrl_c_says_how_to_continue_and_the_same_command_does(model, tmp_path, monkeypatch):
     def show(line: StatusLine, text: str, *given: Any) -> None:
         if text == "2 of 100 questions":
