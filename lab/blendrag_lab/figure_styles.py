@@ -26,6 +26,9 @@ KNOWN = (
     "cacheblend",
     "query+shift",
     "query+writer",
+    "query+shift+writer",
+    "query+shift+after2",
+    "query+shift+writer+after2",
 )
 BASELINES = {
     "full": FULL_PREFILL,
