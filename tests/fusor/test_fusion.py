@@ -283,9 +283,10 @@ def predicted(
     ``[H, n, D]`` of ``chosen``, by the textbook and token by token; 0 outside of ``spans``."""
     chunk, place = torch.full((tokens,), -1), torch.zeros(tokens)
     shortened = errors.clone()
+    alike = max(16, -(-max(end - start for start, end in spans) // 64))  # tokens that move alike
     for number, (start, end) in enumerate(spans):
         chunk[start:end] = number
-        place[start:end] = torch.arange(end - start) // 16 * 16
+        place[start:end] = torch.arange(end - start) // alike * alike
         inside = chunk[chosen] == number
         if inside.any():
             lengths = errors[:, inside].norm(dim=-1, keepdim=True)
@@ -294,8 +295,8 @@ def predicted(
     is_probe = torch.isin(chosen, probes)
     weights = torch.where(is_probe, 1.0, min(1.0, 24 / max(1, int((~is_probe).sum()))))
     mean = (weights[:, None] * shortened).sum(1, keepdim=True) / (weights.sum() + 12)
-    alike = chunk[:, None] == chunk[chosen]
-    shared = alike * (
+    same_chunk = chunk[:, None] == chunk[chosen]
+    shared = same_chunk * (
         1 / 12 + torch.exp((place[:, None] - place[chosen]).abs() / -48)
     )  # [tokens, n]
     known = shared[chosen] + torch.diag(1 / weights)
@@ -310,6 +311,7 @@ def predicted(
         ((0, 20),),
         ((0, 64), (64, 128), (128, 192)),
         ((0, 1), (1, 40), (40, 42)),
+        ((0, 1100), (1100, 1140)),
     ],
 )
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])

@@ -30,7 +30,7 @@ CHUNK, NEAR, LENGTH = 1 / 12, 1, 48
 CHOSEN_TOKENS = 24
 GAIN = 0.8
 #: Tokens that are moved alike, and the most such segments of a chunk.
-SEGMENT, MOST_SEGMENTS = 16, 256
+SEGMENT, MOST_SEGMENTS = 16, 64
 
 
 class ChunkShift:
@@ -48,9 +48,9 @@ class ChunkShift:
         device = probes.device
         spans = geometry.chunk_spans
         self._hull = slice(spans[0][0], spans[-1][1])
-        self._longest = max(end - start for start, end in spans)
-        self._segment = max(SEGMENT, -(-self._longest // MOST_SEGMENTS))
-        self._shape = len(spans) + 1, -(-self._longest // self._segment)
+        longest = max(end - start for start, end in spans)
+        self._segment = max(SEGMENT, -(-longest // MOST_SEGMENTS))
+        self._shape = len(spans) + 1, -(-longest // self._segment)
         """Chunks, with one more for tokens that are in none, and segments in each."""
         index = torch.zeros(geometry.prompt_tokens, dtype=torch.long)
         segment = torch.full_like(index, len(spans) * self._shape[1])
@@ -102,10 +102,9 @@ class ChunkShift:
     def _shares(self, lengths: torch.Tensor) -> torch.Tensor:
         """How much of each error counts, by their ``lengths`` ``[H, n]``: shortened to the (lower) median of
         its head and chunk, and as much as its token."""
-        padded = lengths.new_full((len(lengths), self._shape[0] * self._longest), torch.nan)
-        padded[:, self._slots] = lengths
-        medians = padded.unflatten(1, (-1, self._longest)).nanmedian(-1).values
-        usual = medians[:, self._chunks]
+        ascending, at = lengths.sort(dim=1)
+        by_chunk = self._chunks[at].argsort(dim=1, stable=True)
+        usual = ascending.gather(1, by_chunk).index_select(1, self._middles)
         return (usual / lengths.clamp_(min=1e-9)).clamp_(max=1).mul_(self._weights)
 
     def _predicted(self, errors: torch.Tensor) -> torch.Tensor:
@@ -124,7 +123,11 @@ class ChunkShift:
         self._back = self._repositioner.tables(-index)
         chunks, segments = self._shape
         self._chunks = segment // segments
-        self._slots = self._chunks * self._longest + index
+        ones = torch.ones_like(self._chunks)
+        counts = self._chunks.new_zeros(chunks).index_add_(0, self._chunks, ones)
+        middles = counts.cumsum(0) - counts + (counts - 1) // 2
+        self._middles = middles[self._chunks]
+        """``[n]``: where the median of each token's chunk is, of lengths that are sorted in each chunk."""
         others = chosen.numel() - self._probes.numel()
         self._weights = torch.full_like(
             index, min(1.0, CHOSEN_TOKENS / max(1, others)), dtype=torch.float32
