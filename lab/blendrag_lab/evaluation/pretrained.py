@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from blendrag.config import DEFAULT_POLICY
+from blendrag.errors import InvalidInputError
 from blendrag_lab.evaluation.rows import ALL, ArenaRow, kept_by
 from blendrag_lab.evaluation.scoring import Kept
 from blendrag_lab.evaluation.tasks import TASKS
@@ -126,13 +127,18 @@ def means_of_models(models: Mapping[str, ByTask]) -> dict[str, list[Fidelity]]:
 
 def pretrained_text(models: Mapping[str, ByTask]) -> str:
     """The default policy at each ratio: the mean over the tasks of each model, over the models of each task,
-    and over all."""
+    and over all. Raises :class:`InvalidInputError` for results without it."""
     if not models:
         return "Not measured yet; `make arena-real` does."
     cells: dict[tuple[str, str], dict[float, Fidelity]] = {}
     for model, tasks in models.items():
         for task, points in tasks.items():
             of = {point.ratio: point for point in points if point.policy == DEFAULT_POLICY}
+            if not of:
+                raise InvalidInputError(
+                    f"the results of {model} on {task} have no policy {DEFAULT_POLICY}, the default; measure "
+                    "them again with make arena-real"
+                )
             cells[model, task] = of
     names = sorted({task for _, task in cells})
     names.sort(key=lambda name: name in TASKS)  # files of questions first

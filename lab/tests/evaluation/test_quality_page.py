@@ -250,6 +250,11 @@ def test_pretrained_models_are_a_table_and_a_picture():
     lines = [line for line in pretrained_text(models).splitlines() if line.startswith("|")]
     cells = [line.strip("| ").split(" | ") for line in lines]
     assert [line[0] for line in cells[2:]] == ["two", "asked", "chat", "all"]  # one has no chat
+    other_policies = [point for point in both["chat"] if point.policy != DEFAULT_POLICY]
+    with pytest.raises(
+        InvalidInputError, match=f"two on chat have no policy {re.escape(DEFAULT_POLICY)}"
+    ):
+        pretrained_text({"two": {"chat": other_policies}})
     assert cells[0] == ["mean of", "n", "r = 0.15: KL", "recovered", "agreement"]
     assert cells[2] == ["two", "12", "0.4 → 0.2", "0.50", "0.90"]
     assert cells[3] == ["asked", "12", "0.4 → 0.1", "0.75", "0.90"]
