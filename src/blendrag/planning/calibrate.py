@@ -303,6 +303,7 @@ class Calibration:
     policy: str
     """The candidate that gained, else the default."""
     default: str
+    """The policy of requests without a calibration, then; records that do not name it are not used."""
     candidate: str
     """The policy that was closest to full prefill on the first prompts, and was checked on the others."""
     ratio: Annotated[float, Field(ge=0, lt=1)]
