@@ -114,7 +114,9 @@ def adapt(
             documents or (),
             questions or (),
             lambda text: say("failed", text),
-            **options.given(given, ("top_k", "chunk_tokens", "embedder", "encode_after")),
+            **options.given(
+                given, ("top_k", "chunk_tokens", "embedder", "encode_after", "trust_remote_code")
+            ),
         )
 
         def show(progress: Progress, before: Score) -> None:

@@ -36,6 +36,7 @@ def corpus_of(
     chunk_tokens: int | None = None,
     embedder: str | None = None,
     encode_after: int | None = None,
+    trust_remote_code: bool = False,
 ) -> TrainingCorpus:
     """The material that is named: documents, else the corpus of ``store``; ``None`` leaves only records.
 
@@ -51,11 +52,13 @@ def corpus_of(
                     f"store {store} holds chunks of {size} tokens, not {chunk_tokens}; leave --chunk-tokens "
                     "out, or train on documents"
                 )
-            return _of_store(corpus, store, tokens, questions, k, embedder, encode_after)
+            more = embedder, encode_after, trust_remote_code
+            return _of_store(corpus, store, tokens, questions, k, *more)
     size = chunk_tokens or settings().chunk_tokens
     chunker = Chunker(tokens.text, size)
     groups = _of_documents(documents, chunker, note) if documents else []
-    searched = Embedder(embedder or settings().embedder or DEFAULT_EMBEDDER)
+    name = embedder or settings().embedder or DEFAULT_EMBEDDER
+    searched = Embedder(name, trust_remote_code=trust_remote_code)
 
     def retrieve(question: str) -> list[str]:
         vector = searched.embed_query(question)
@@ -83,6 +86,7 @@ def _of_store(
     top_k: int,
     named: str | None,
     encode_after: int | None,
+    trust_remote_code: bool,
 ) -> TrainingCorpus:
     manifest = corpus.manifest
     if manifest.tokenizer_fingerprint != tokens.fingerprint:
@@ -101,7 +105,7 @@ def _of_store(
     embedder = None
     if alone or after:
         check_embedder(named, manifest, root)
-        embedder = embedder_of(manifest, root, named)
+        embedder = embedder_of(manifest, root, named, trust_remote_code)
     if alone:
         assert embedder is not None
         retriever = Retriever(corpus, embedder)

@@ -162,7 +162,7 @@ def evaluate(
     count = contexts or (QUICK_CONTEXTS if quick else CONTEXTS)
     embedder = None
     if after or dataset not in (SYNTHETIC, *TASKS):
-        embedder = embedder_for(given["embedder"], store, manifest)
+        embedder = embedder_for(given["embedder"], store, manifest, trusts)
     if dataset == SYNTHETIC:
         asked = questions or (QUICK_QUESTIONS if quick else None)
         size = chunk_tokens or GENERATED_TOKENS

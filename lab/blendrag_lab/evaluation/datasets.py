@@ -104,7 +104,12 @@ def by_context(cases: Sequence[Case]) -> Iterator[tuple[Case, ...]]:
         yield tuple(group)
 
 
-def embedder_for(named: str | None, store: Path | None, manifest: Manifest | None) -> Embedder:
+def embedder_for(
+    named: str | None,
+    store: Path | None,
+    manifest: Manifest | None,
+    trust_remote_code: bool = False,
+) -> Embedder:
     """The embedder of the documents of ``store``; without any, or if their vectors were given by the
     application, the one that is ``named``, that of the settings, or the default.
 
@@ -113,8 +118,9 @@ def embedder_for(named: str | None, store: Path | None, manifest: Manifest | Non
     if store is not None and manifest is not None:
         check_embedder(named, manifest, store)
         if not manifest.embedder.startswith(GIVEN):
-            return embedder_of(manifest, store, named or settings().embedder)
-    return Embedder(named or settings().embedder or DEFAULT_EMBEDDER)
+            return embedder_of(manifest, store, named or settings().embedder, trust_remote_code)
+    name = named or settings().embedder or DEFAULT_EMBEDDER
+    return Embedder(name, trust_remote_code=trust_remote_code)
 
 
 def open_dataset(

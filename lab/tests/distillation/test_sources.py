@@ -11,8 +11,10 @@ import tiny
 from blendrag.config import settings
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.documents import LEARNED, Entry, NewEntry
+from blendrag.model.tokens import Tokens
 from blendrag.text.chunking import Chunk, chunk_id_of, learned_id
 from blendrag_lab.distillation.sources import corpus_of
+from blendrag_lab.evaluation.datasets import embedder_for
 
 
 def put(corpus: Corpus, entry: Entry, chunk_id: str = "") -> None:
@@ -61,3 +63,17 @@ def test_chunks_of_a_store_are_trained_on_as_it_encodes_them_or_as_is_asked(
         assert (encode_after(None), encode_after(0)) == (3, 0)
     finally:
         settings.cache_clear()
+
+
+def test_code_of_an_embedder_is_trusted_if_it_is_named_with_the_option(tmp_path: Path) -> None:
+    tokens = Tokens(tiny.tokenizer())
+    (tmp_path / "mill.md").write_text("The mill of Garth was built in 1874. " * 5)
+    for trusts in (False, True):
+        made = corpus_of(
+            tokens, None, [tmp_path / "mill.md"], (), embedder="named", trust_remote_code=trusts
+        )
+        evaluated = embedder_for("named", None, None, trusts)
+        assert made.embedder is not None
+        assert (
+            made.embedder.__reduce__()[1] == evaluated.__reduce__()[1] == ("named", False, trusts)
+        )
