@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -33,7 +33,8 @@ from blendrag.model import ModelAdapter
 from blendrag.model.continuation import Continuation, KVSource, State
 from blendrag.serving.coroutine import Coroutine
 from blendrag.serving.pending import Pending
-from blendrag.store.identity import chunk_key, learned_namespace
+from blendrag.store.identity import chunk_keys as all_keys
+from blendrag.store.identity import learned_namespace
 from blendrag.store.kv import ChunkKV
 from blendrag.text.readers import Document
 
@@ -665,9 +666,8 @@ def prompt(made: BlendEngine, *numbers: int, ask: str = "What did the company do
 
 def chunk_keys(made: BlendEngine, number: int) -> list[str]:
     """Keys of a document's chunks, in the namespace that the engine's store uses."""
-    used = made.kv_namespace
-    ids = [used.model.text_ids(text) for text in chunk_texts(made, number)]
-    return [chunk_key(used.validity.namespace, used.corpus.prefix_ids, each) for each in ids]
+    keys_of = partial(made.kv_namespace.keys_of, made.kv_namespace.validity.namespace)
+    return [key for text in chunk_texts(made, number) for key in keys_of(text)]
 
 
 def lose_kv(made: BlendEngine, *keys: str) -> None:
@@ -681,15 +681,18 @@ def stored_kv(
     ids: tuple[int, ...],
     prefix: tuple[int, ...] | None = None,
     scope: str | None = None,
+    first: bool = False,
 ) -> ChunkKV | None:
     """The stored KV of ``ids`` after ``prefix``, by default the corpus's.
 
-    ``scope``: of whose prompts they were learned, if they are not a document's.
+    ``scope``: of whose prompts they were learned, if they are not a document's. ``first``: what a prompt
+    loads whose first chunk it is.
     """
     used, layout = made.kv_namespace, made.kv_namespace.layout
     namespace = used.validity.namespace
     namespace = namespace if scope is None else learned_namespace(namespace, scope)
-    key = chunk_key(namespace, used.corpus.prefix_ids if prefix is None else prefix, ids)
+    behind = used.corpus.prefix_ids if prefix is None else prefix
+    key = all_keys(namespace, behind, ids, used.validity.recipe.is_exact)[-1 if first else 0]
     reader = used.store.open(namespace, key, layout, len(ids))
     if reader is None:
         return None

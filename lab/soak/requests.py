@@ -668,10 +668,10 @@ class Alone:
             if chunk["reason"] == IN_MEMORY.text:
                 held = segment.end
             elif chunk["reason"].startswith(KEPT):
-                self.engine.store.delete(*controller._place(segment))
+                self.engine.store.delete(*controller._place(segment, request.prompt))
                 self.keep(request, controller, segment)
             elif chunk["reason"] in (NO_KV.text, CORRUPT.text):
-                self.engine.store.delete(*controller._place(segment))
+                self.engine.store.delete(*controller._place(segment, request.prompt))
             else:
                 job = Job(segment.stored_ids, controller.prefix_ids, segment.scope)
                 self.engine.background.encode_first([job], check)

@@ -203,7 +203,7 @@ def within(monkeypatch: pytest.MonkeyPatch, pauses: Pauses, target: Any, name: s
 def test_encoding_of_missing_chunks_pauses(engine, pauses, monkeypatch):
     short = Options(max_new_tokens=4, ratio=0.2)
     expected = engine.generate(asked(engine, 2), short).text
-    paused = within(monkeypatch, pauses, engine.kv_namespace.validity, "encode")
+    paused = within(monkeypatch, pauses, engine.kv_namespace.validity, "encode_chunk")
     tiny.lose_kv(engine, *tiny.chunk_keys(engine, 2))
     with engine.scheduler.held():
         first = stream(engine, 0)
@@ -223,7 +223,7 @@ def test_requests_that_decode_while_chunks_are_encoded_do_not_see_the_writer(
         short = Options(max_new_tokens=4, ratio=0.2)
         expected = engine.generate(asked(engine, 0), LONG).text
         encoded = engine.generate(asked(engine, 2), short).text
-        paused = within(monkeypatch, pauses, engine.kv_namespace.validity, "encode")
+        paused = within(monkeypatch, pauses, engine.kv_namespace.validity, "encode_chunk")
         tiny.lose_kv(engine, *tiny.chunk_keys(engine, 2))
         with engine.scheduler.held():
             first = stream(engine, 0)

@@ -56,7 +56,7 @@ def notes(answer: Answer) -> list[str]:
 @pytest.fixture
 def encodings(engine: BlendEngine) -> Iterator[list[tuple]]:
     """Namespace, ids and prefix of everything that is encoded."""
-    with tiny.counted(engine.kv_namespace.validity, "encode") as calls:
+    with tiny.counted(engine.kv_namespace.validity, "encode_chunk") as calls:
         yield calls
 
 
@@ -67,7 +67,7 @@ def chunks(encodings: list[tuple]) -> int:
 
 def test_texts_may_be_embedded_between_the_layers_of_background_encoding(engine, monkeypatch):
     validity, within = engine.kv_namespace.validity, []
-    real = validity.encode
+    real = validity.encode_chunk
 
     def encode(*given, **how):
         before = len(steps)
@@ -76,7 +76,7 @@ def test_texts_may_be_embedded_between_the_layers_of_background_encoding(engine,
         return kv
 
     lose(engine)
-    monkeypatch.setattr(validity, "encode", encode)
+    monkeypatch.setattr(validity, "encode_chunk", encode)
     with tiny.counted(engine.kv_namespace.corpus.embedding_turns, "before_step") as steps:
         engine.generate(tiny.prompt(engine, 0, 1), BLEND)
         engine.drain()

@@ -23,7 +23,6 @@ from blendrag.engine import BlendEngine, Options
 from blendrag.engine.background_writer import Job
 from blendrag.engine.kv_namespace import opened_namespace
 from blendrag.engine.library import Entry
-from blendrag.engine.planner import HEAD_ONLY
 from blendrag.engine.rendering import build_rag_prompt
 from blendrag.engine.request import RagPrompt
 from blendrag.engine.store_writer import kept_writer
@@ -31,6 +30,7 @@ from blendrag.errors import ModelLoadError
 from blendrag.model.writer import MARK, WEIGHTS, Writer, mark_as_writer
 from blendrag.planning.controller import EXACT_PREFIX
 from blendrag.store import maintenance, writer_files
+from blendrag.store.identity import chunk_key
 
 NUMBERS = (0, 1)
 Damage = Callable[[Path], object]
@@ -134,7 +134,7 @@ def test_kv_with_and_without_a_writer_is_kept_apart(root: Path) -> None:
     assert tiny.difference(stock, with_writer) > 1e-3
 
 
-# -- nothing that a writer encoded is exact ---------------------------------------------------------
+# -- only the first chunk is exact ---------------------------------------------------------
 
 
 def behind_the_head(engine: BlendEngine) -> RagPrompt:
@@ -143,12 +143,39 @@ def behind_the_head(engine: BlendEngine) -> RagPrompt:
     return build_rag_prompt("What did the company do?", texts)
 
 
-def test_a_chunk_behind_its_prefix_is_blended_not_exact(root: Path) -> None:
-    with tiny.engine(tiny.shared_llama(), root) as engine:
+@pytest.mark.parametrize("recipe", [{}, {"encode_after": 1}, {"writer": "none", "encode_after": 1}])
+def test_the_first_chunk_of_a_prompt_is_exact_and_those_behind_it_are_blended(
+    root: Path, recipe: dict[str, Any]
+) -> None:
+    with tiny.engine(tiny.shared_llama(), root, **recipe) as engine:
+        if recipe:
+            ingest(engine)
         answer = engine.generate(behind_the_head(engine), Options(ratio=1.0))
-        chunks = answer.metrics.chunks
-    assert {chunk.outcome for chunk in chunks} == {"blended"}
-    assert EXACT_PREFIX.text not in {chunk.reason for chunk in chunks}
+        first, *others = answer.metrics.chunks
+        alone = build_rag_prompt("What did the company do?", tiny.chunk_texts(engine, 0)[:1])
+        full, _ = tiny.first_logits(engine, alone, Options(mode="full"))
+        reused, only = tiny.first_logits(engine, alone, Options(mode="reuse"))
+    assert first.reason == EXACT_PREFIX.text
+    assert {chunk.outcome for chunk in others} == {"blended"}
+    assert only.metrics.reused_tokens > 0
+    assert tiny.difference(reused, full) < 1e-4
+
+
+def test_the_first_chunk_is_as_without_a_writer_behind_another_beginning_too(root: Path) -> None:
+    found = {}
+    for writer in ("", "none"):
+        with tiny.engine(
+            tiny.shared_llama(), root, **({"writer": writer} if writer else {})
+        ) as engine:
+            ingest(engine)
+            for number in (1, 2):
+                text = "\n\n".join(tiny.chunk_texts(engine, 0)[:number])
+                asked = f"Another beginning.\n\n{text}\n\nWhat did the company do?"
+                logits, answer = tiny.first_logits(engine, asked, Options(mode="reuse"))
+                assert [chunk.outcome for chunk in answer.metrics.chunks] == ["reused"] * number
+                found[writer, number] = logits
+    assert tiny.difference(found["", 1], found["none", 1]) < 1e-6
+    assert tiny.difference(found["", 2], found["none", 2]) > 1e-3
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -162,8 +189,6 @@ def test_mode_prefix_answers_as_a_full_prefill(root: Path, times: int) -> None:
             engine.drain()
             assert tiny.difference(found, full) < 1e-4
         assert all(chunk.outcome != "blended" for chunk in answer.metrics.chunks)
-        assert HEAD_ONLY in answer.metrics.notes
-        assert HEAD_ONLY not in engine.generate(prompt, max_new_tokens=1).metrics.notes
         assert times == 1 or answer.metrics.reused_tokens > 0
 
 
@@ -187,9 +212,11 @@ def test_a_beginning_with_the_ids_of_a_chunk_is_kept_apart_from_it(
         ingest(engine)
         kv = engine.kv_namespace
         namespace, is_exact = kv.validity.namespace, kv.validity.recipe.is_exact
-        beginning = Job(tuple(ids), None, "scope").place(namespace, is_exact)
-        assert beginning != Job(tuple(ids), (), "scope").place(namespace, is_exact)
-        assert beginning != Job(tuple(ids), None, "scope").place(namespace, True)
+        within, (beginning,) = Job(tuple(ids), None, "scope").places(namespace, is_exact)
+        assert Job(tuple(ids), (), "scope").places(namespace, is_exact) == (
+            within,
+            (chunk_key(within, (), ids), beginning),  # it is also the first chunk's KV
+        )
 
 
 def test_modules_of_prompt_schemas_are_encoded_by_the_model_alone(root: Path) -> None:
@@ -308,7 +335,9 @@ def test_two_engines_with_different_writers_share_a_model_and_a_store(
         def encoded(engine: BlendEngine) -> list[torch.Tensor]:
             validity = engine.kv_namespace.validity
             return [
-                torch.cat([layer.flatten() for layer in validity.encode(name, ids, ()).layers])
+                torch.cat(
+                    [layer.flatten() for layer in validity.encode_chunk(name, ids, ())[0].layers]
+                )
                 for name in [validity.namespace] * 6
             ]
 

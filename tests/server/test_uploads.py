@@ -78,11 +78,11 @@ def held(server: Live) -> Iterator[Callable[[], None]]:
         assert go_on.wait(60)
 
     writer = server.engine.kv_namespace.validity
-    stock = writer.encode
-    writer.encode = lambda *given, **more: (wait(), stock(*given, **more))[1]  # type: ignore
+    stock = writer.encode_chunk
+    writer.encode_chunk = lambda *given, **more: (wait(), stock(*given, **more))[1]  # type: ignore
     yield go_on.set
     go_on.set()
-    del writer.encode
+    del writer.encode_chunk
 
 
 def test_a_file_is_ingested_in_the_background_asked_and_removed(

@@ -301,8 +301,7 @@ class DistributedIngest:
     def _take(self, row: Row) -> None:
         """Note what a worker did for one chunk; write the rows of a document whose chunks are all there."""
         report = self._report
-        if row["key"]:
-            self._stored.add(row["key"])
+        self._stored.update(row["keys"].split())
         if row["of"]:
             report.chunks += 1
             report.tokens += row["kv_tokens"]

@@ -34,7 +34,7 @@ from blendrag.config import Settings
 from blendrag.corpus.embedder import Embedder
 from blendrag.engine.ingest import damage_of, documents_in, named_failure
 from blendrag.engine.kv_namespace import KVNamespace
-from blendrag.engine.kv_writer import KVWriter
+from blendrag.engine.kv_writer import KVWriter, Written
 from blendrag.engine.neighbours import Neighbours, beside
 from blendrag.errors import (
     BlendragError,
@@ -63,7 +63,7 @@ DOCUMENT: Row = {
 CHUNK: Row = {"number": 0, "of": 0, "start": 0, "end": 0, "tokens": 0, "vector": b""}
 KV: Row = {
     "computed": False, "kv_tokens": 0, "context_tokens": 0, "kv_bytes": 0, "seconds": 0.0,
-    "namespace": "", "signature": "", "refused": "", "full": "", "key": "",
+    "namespace": "", "signature": "", "refused": "", "full": "", "keys": "",
 }  # fmt: skip
 
 
@@ -216,7 +216,7 @@ class EncodeChunks:
         self._refused = ""
         self._is_admitted = False
         self._batch: list[Row] = []
-        self._seconds, self._context_tokens = 0.0, 0
+        self._before = Written()
 
     def __del__(self) -> None:
         self._open.close()
@@ -255,7 +255,7 @@ class EncodeChunks:
             found["failure"] = str(bad)
         else:
             found |= {"namespace": self._writer.namespace, "signature": self._kv.model.signature()}
-            found["key"] = self._writer.key_of(chunk)
+            found["keys"] = " ".join(self._writer.keys_of(chunk))
         return found
 
     def _write(self, chunk: Chunk, row: Row) -> Row:
@@ -265,19 +265,21 @@ class EncodeChunks:
         with nullcontext() if self._is_admitted else FileLock(self._kv.root / "ingest.lock"):
             if not self._is_admitted:
                 self._writer = self._open.enter_context(_pinned(self._kv, self._scheduler))
-                self._seconds, self._context_tokens = 0.0, 0
+                self._before = Written()
                 if not self._writer.missing([chunk]):
                     return {}
             self._require_room(chunk.tokens)
             name = f"{row['source']}, characters {chunk.start} to {chunk.end}"
             self._writer.write(chunk, name, self._others(chunk, row))
             self._is_admitted = True
-        written, before = self._writer.written, (self._seconds, self._context_tokens)
-        self._seconds, self._context_tokens = written.seconds, written.context_tokens
-        kv_bytes = stored_chunk_bytes(self._kv.layout, chunk.tokens)
-        spent = {"seconds": self._seconds - before[0]}
-        spent["context_tokens"] = self._context_tokens - before[1]
-        return {"computed": True, "kv_bytes": kv_bytes} | spent
+        written, before = replace(self._writer.written), self._before
+        self._before = written
+        return {
+            "computed": True,
+            "kv_bytes": written.size_bytes - before.size_bytes,
+            "seconds": written.seconds - before.seconds,
+            "context_tokens": written.context_tokens - before.context_tokens,
+        }
 
     def _others(self, chunk: Chunk, row: Row) -> list[str]:
         """Texts that a chunk may be encoded after: similar ones of its batch. Those of unchanged documents
@@ -296,7 +298,8 @@ class EncodeChunks:
         if self._plan.remote:
             return
         (disk,) = (tier for tier in self._kv.store.stats().tiers if tier.tier == "disk")
-        if disk.size_bytes + stored_chunk_bytes(self._kv.layout, tokens) > disk.limit_bytes:
+        needed = self._kv.recipe.variants * stored_chunk_bytes(self._kv.layout, tokens)
+        if disk.size_bytes + needed > disk.limit_bytes:
             holds, most = readable_size(disk.size_bytes), readable_size(disk.limit_bytes)
             raise StoreFullError(
                 f"the store holds {holds} of at most {most}, and an ingest on Ray evicts nothing; allow more "

@@ -4,7 +4,8 @@
 
     teacher   head + chunks + question   stock, one causal prefill; then its greedy answer
     student   head                stock
-              each chunk          with the writer, directly behind the prefix; where chunks are encoded after
+              first chunk         stock, directly behind the prefix, as it is stored for beginnings of prompts
+              each other chunk    with the writer, directly behind the prefix; where chunks are encoded after
                                   similar ones, the mean of that and behind prefix and similar chunks, which
                                   are stock; keys move to their places
               all other tokens    stock, over that KV
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache
 
+from blendrag.engine.kv_validity import BEHIND_SHARE
 from blendrag.model.adapter import ModelAdapter
 from blendrag.text.prompt import Segment
 from blendrag_lab.distillation.prompts import ChunkPrompt
@@ -230,22 +232,22 @@ class Forwards:
         The chunks of all prompts are encoded in one batch, or in batches of :attr:`encode_batch`.
         """
         heads = list(dict.fromkeys(prompt.head for prompt in prompts))
-        numbered = [
+        begins = [self._head(head) for head in heads]
+        firsts = [(n, prompt.chunks[0]) for n, prompt in enumerate(prompts)]
+        others = [
             (n, chunk, context)
             for n, prompt in enumerate(prompts)
-            for chunk, context in zip(prompt.chunks, prompt.contexts, strict=True)
+            for chunk, context in zip(prompt.chunks[1:], prompt.contexts[1:], strict=True)
         ]
-        numbered.sort(key=lambda each: len(each[1].ids))
-        chunks = [chunk for _, chunk, _ in numbered]
-        contexts = [context for _, _, context in numbered]
-        begins = [self._head(head) for head in heads]
-        encoded = self._placed(chunks, [()] * len(chunks), writes)
-        if any(contexts):
-            behind = self._placed(chunks, contexts, writes)
-            encoded = [
-                ((keys + more_keys) / 2, (values + more_values) / 2)
-                for (keys, values), (more_keys, more_values) in zip(encoded, behind, strict=True)
-            ]
+        others.sort(key=lambda each: len(each[1].ids))
+        numbered = [*firsts, *((n, chunk) for n, chunk, _ in others)]
+        with torch.no_grad():
+            alone = self._placed([chunk for _, chunk in firsts], [()] * len(firsts), writes=False)
+        mixed = self._mixed([c for _, c, _ in others], [before for *_, before in others], writes)
+        encoded = [
+            (torch.cat((first[0], other[0]), dim=-2), torch.cat((first[1], other[1]), dim=-2))
+            for first, other in zip(alone, mixed, strict=True)
+        ]
         # where each prompt's tokens stand among those of all heads, then of all chunks
         sources: list[list[int]] = [[] for _ in prompts]
         places: list[list[int]] = [[] for _ in prompts]
@@ -254,8 +256,8 @@ class Forwards:
             sources[n] += range(first[prompt.head], first[prompt.head] + len(prompt.head))
             places[n] += range(len(prompt.head))
         begin = sum(map(len, heads))
-        starts = _starts([len(chunk.ids) for chunk in chunks])
-        for (n, chunk, _), start in zip(numbered, starts, strict=True):
+        starts = _starts([len(chunk.ids) for _, chunk in numbered])
+        for (n, chunk), start in zip(numbered, starts, strict=True):
             sources[n] += range(begin + start, begin + start + len(chunk.ids))
             places[n] += range(chunk.position, chunk.end)
         padded, longest = self._padded([self._shared(each) for each in places])
@@ -273,6 +275,19 @@ class Forwards:
             )
             layers.append((keys, values))
         return layers, padded
+
+    def _mixed(
+        self, chunks: Sequence[Segment], contexts: Sequence[tuple[int, ...]], writes: bool
+    ) -> list[LayerKV]:
+        """KV of ``chunks`` as a store would hold it, at their places, as :meth:`_placed` returns it."""
+        encoded = self._placed(chunks, [()] * len(chunks), writes)
+        if not any(contexts):
+            return encoded
+        behind = self._placed(chunks, contexts, writes)
+        return [
+            (keys.lerp(more_keys, BEHIND_SHARE), values.lerp(more_values, BEHIND_SHARE))
+            for (keys, values), (more_keys, more_values) in zip(encoded, behind, strict=True)
+        ]
 
     def _placed(
         self, chunks: Sequence[Segment], contexts: Sequence[tuple[int, ...]], writes: bool

@@ -30,7 +30,7 @@ from blendrag_lab.distillation.writer import TrainedWriter
 
 #: Number of the objective. Raise it with every change of how prompts are drawn, of teacher, student, loss or
 #: score that may come without a new version of the package: a run is not continued under another number.
-OBJECTIVE = 1
+OBJECTIVE = 2
 #: Weight of the tail's tokens before the answer in the loss.
 QUESTION_WEIGHT = 0.2
 WARMUP_SHARE, FINAL_RATE = 0.05, 0.1

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 import tiny
 import writers
 from blendrag.corpus.embedder import Embedder
+from blendrag.engine.kv_validity import BEHIND_SHARE
 from blendrag.engine.neighbours import Neighbours
 from blendrag.errors import InvalidInputError, ModelError
 from blendrag.model.writer import FittedWriter, Writer
@@ -112,7 +113,7 @@ def test_store_encodes_chunks_with_a_saved_writer_as_the_student_did(
     adapter = small()
     prefix = corpus(adapter).prefix_ids
     context = tuple(adapter.tokens.encode_text(before))
-    asked = replace(prompt(adapter), contexts=(context, (), ()))
+    asked = replace(prompt(adapter), contexts=(context, context, ()))
     with adapter.lock:
         trained = TrainedWriter(adapter, 4, 0)
         randomised(trained)
@@ -121,19 +122,23 @@ def test_store_encodes_chunks_with_a_saved_writer_as_the_student_did(
             kv, places = forwards(adapter, trained).stored([asked], writes=True)
         trained.close()
     fitted = FittedWriter(Writer.load(tmp_path), adapter)
-    ids = asked.chunks[0].ids
+    first, second, _ = asked.chunks
+    ids = second.ids
     with fitted.active(len(prefix), len(ids)):
         stored = adapter.encode(prefix, ids)
     plain = adapter.encode(prefix, ids)
     if context:
         with fitted.active(len(prefix) + len(context), len(ids)):
-            stored = stored.mean_with(adapter.encode(prefix, ids, context_ids=context))
-        plain = plain.mean_with(adapter.encode(prefix, ids, context_ids=context))
+            behind = adapter.encode(prefix, ids, context_ids=context)
+            stored = behind.mean_with(stored, BEHIND_SHARE)
+        plain = adapter.encode(prefix, ids, context_ids=context).mean_with(plain, BEHIND_SHARE)
     at = {int(p): n for n, p in enumerate(places.positions[0])}
-    rows = [at[p] for p in range(asked.chunks[0].position, asked.chunks[0].end)]
+    rows, of_first = ([at[p] for p in range(each.position, each.end)] for each in (second, first))
+    stock = adapter.encode(prefix, first.ids)
     for layer, (_, values) in enumerate(kv):
         assert tiny.difference(values[0, :, rows], stored.layers[layer][1]) < 1e-4
         assert tiny.difference(values[0, :, rows], plain.layers[layer][1]) > 1e-2
+        assert tiny.difference(values[0, :, of_first], stock.layers[layer][1]) < 1e-4
 
 
 class NamesEmbedder(Embedder):

@@ -16,7 +16,8 @@ from blendrag.planning.plan import MissingKV, Plan
 from blendrag.serving.coroutine import GaveWay, pause
 from blendrag.serving.pending import Pending
 from blendrag.serving.scheduler import Scheduler
-from blendrag.store.identity import beginning_key, chunk_key, kv_namespace
+from blendrag.store.identity import beginning_key, chunk_keys, kv_namespace
+from blendrag.store.kv import ChunkKV
 from blendrag.text.prompt import Segment, SegmentedPrompt
 
 log = logging.getLogger(__name__)
@@ -53,12 +54,12 @@ class Job:
         """Whether the model alone encodes it, which a lost writer does not prevent."""
         return self.prefix is None
 
-    def place(self, namespace: str, chunks_are_exact: bool) -> tuple[str, str]:
-        """Namespace and key of the KV that a model of ``namespace`` computes."""
+    def places(self, namespace: str, chunks_are_exact: bool) -> tuple[str, tuple[str, ...]]:
+        """Namespace and keys of the KV that a model of ``namespace`` computes; see :func:`chunk_keys`."""
         namespace = kv_namespace(namespace, self.scope, self.is_long)
         if self.prefix is None:
-            return namespace, beginning_key(namespace, self.ids, chunks_are_exact)
-        return namespace, chunk_key(namespace, self.prefix, self.ids)
+            return namespace, (beginning_key(namespace, self.ids, chunks_are_exact),)
+        return namespace, chunk_keys(namespace, self.prefix, self.ids, chunks_are_exact)
 
 
 class BackgroundWriter:
@@ -191,6 +192,14 @@ class BackgroundWriter:
         if kv.model.adapter.refusal is None and not kv.validity.is_verified:
             self._scheduler.submit(Pending(run), background=True)
 
+    def _computed(self, job: Job, namespace: str, context: Ids) -> tuple[ChunkKV, ...]:
+        validity, adapter = self._kv.validity, self._kv.model.adapter
+        encoder = partial(adapter.encode, is_long=True) if job.is_long else None
+        if job.prefix is None:
+            return (validity.encode(namespace, job.ids, (), encoder),)
+        encode = partial(validity.encode_chunk, encoder=encoder, context=context)
+        return encode(namespace, job.ids, job.prefix)
+
     def _encode(self, job: Job) -> bool:
         """Whether the KV is stored now. One in the background gives way to requests, also to those of
         another engine, before a layer."""
@@ -199,20 +208,18 @@ class BackgroundWriter:
         try:
             with lock.in_background():  # one identity from look-up to put
                 namespace = kv.validity.namespace
-                place, key = job.place(namespace, kv.validity.recipe_of(namespace).is_exact)
-                if key not in kv.store.where(place, [key], ask_remote=False):
+                exact = kv.validity.recipe_of(namespace).is_exact
+                place, keys = job.places(namespace, exact)
+                if not kv.store.where(place, keys, ask_remote=False).keys() >= {*keys}:
                     if not job.is_learned and kv.store.is_behind:
                         return False  # requests do not wait for a slow remote
                     kv.validity.admit(namespace)
                     context = kv.validity.context(job.others, len(job.ids), job.is_long)
                     give_way_or_pause = partial(pause, lambda: lock.is_wanted)
                     with before_layers(kv.model.adapter.decoder_layers, give_way_or_pause):
-                        encode = partial(kv.validity.encode, context=context)
-                        if job.is_long:
-                            encoder = partial(kv.model.adapter.encode, is_long=True)
-                            encode = partial(encode, encoder=encoder)
-                        computed = encode(namespace, job.ids, job.prefix or (), exact=job.is_exact)
-                    kv.store.put(place, key, computed)
+                        computed = self._computed(job, namespace, context)
+                    for key, each in zip(keys, computed, strict=True):
+                        kv.store.put(place, key, each)
             return True
         except StoreFullError as full:
             if not job.is_learned:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from blendrag.corpus.corpus import Corpus
@@ -71,14 +72,14 @@ def dry_run(
         chunks |= {chunk.chunk_id: chunk for chunk in of_document}
         unembedded |= {} if known else {chunk.chunk_id: chunk for chunk in of_document}
     report.warnings += filter(None, [languages.warning(kv.corpus.manifest.embedder)])
-    new, size_bytes, seconds, refused = [*chunks.values()], 0, 0.0, ""
+    size_bytes, seconds, refused = 0, 0.0, ""
     try:
-        if corpus is not None:
-            new = _without_kv(kv, new)
-        if new:
+        lacking = _lacking(kv, [*chunks.values()], is_new=corpus is None)
+        if new := [*lacking]:
             similar = _similar_chunks(corpus, chunks.keys(), replaced, kv.recipe.encode_after)
             seconds = _encoding_s(kv, scheduler, new, similar)
-        size_bytes = sum(stored_chunk_bytes(kv.layout, chunk.tokens) for chunk in new)
+        for chunk, variants in lacking.items():
+            size_bytes += variants * stored_chunk_bytes(kv.layout, chunk.tokens)
     except UnsupportedModelError as exc:
         refused = str(exc)
     seconds += _embedding_s(kv, [*unembedded.values()]) if unembedded else 0.0
@@ -100,11 +101,14 @@ def dry_run(
     )
 
 
-def _without_kv(kv: KVNamespace, chunks: list[Chunk]) -> list[Chunk]:
+def _lacking(kv: KVNamespace, chunks: Sequence[Chunk], is_new: bool) -> dict[Chunk, int]:
+    """How many KV the chunks lack, without those that lack none."""
+    if is_new:
+        return dict.fromkeys(chunks, kv.recipe.variants)
     namespace = kv.name()
-    keys = [kv.key_of(namespace, chunk.text) for chunk in chunks]
-    places = kv.store.where(namespace, keys)
-    return [chunk for chunk, key in zip(chunks, keys, strict=True) if key not in places]
+    keys = {chunk: set(kv.keys_of(namespace, chunk.text)) for chunk in chunks}
+    found = kv.store.where(namespace, [*chain(*keys.values())]).keys()
+    return {chunk: len(of - found) for chunk, of in keys.items() if of - found}
 
 
 def _similar_chunks(
@@ -140,8 +144,8 @@ def _encoding_s(kv: KVNamespace, scheduler: Scheduler, new: list[Chunk], similar
     checking_s = kv.model.decode_weights.expected_s(step_s)
     if verdict is None:
         checking_s += gate.expected_s(adapter, token_s, step_s)
-    # each is computed after others, and also alone where that has a mean
-    times = 1 + similar + (similar > 0 and not adapter.layout.has_states)
+    # each is computed alone, with a writer, and together with those that it is encoded after
+    times = 1 + bool(kv.recipe.writer) + (similar + 1) * (similar > 0)
     return checking_s + opening_s + token_s * times * sum(chunk.tokens for chunk in new)
 
 

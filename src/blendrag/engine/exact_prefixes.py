@@ -214,12 +214,11 @@ class ExactPrefixes:
         """Keep of the KV that ``cache`` holds of ``ids``, the prompt or also its answer, what a conversation
         goes on from: all of it without chunks, else the part before the first one.
 
-        In mode prefix with the first chunk, if today's date or a writer is why it was computed.
+        In mode prefix with the first chunk, if today's date is why it was computed.
         """
         if plan.chunks:
             end, first = len(plan.prompt.leading_ids), plan.chunks[0]
-            is_never_stored = self._kv.corpus.is_dated or not self._kv.validity.recipe.is_exact
-            if request.mode == "prefix" and first.span is None and is_never_stored:
+            if request.mode == "prefix" and first.span is None and self._kv.corpus.is_dated:
                 end = max(end, first.segment.end)
             ids = ids[:end]
         if self.tree is None or not self.may_use(request) or len(ids) < MIN_TOKENS:

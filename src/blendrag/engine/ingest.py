@@ -362,6 +362,7 @@ class IngestRun:
         ahead, layout, root = self._ahead, self._kv.layout, self._kv.root
         counted = ahead.chunk_tokens
         planned_bytes = sum(stored_chunk_bytes(layout, n) * of for n, of in counted.items())
+        planned_bytes *= self._kv.recipe.variants
         needed_bytes = planned_bytes * (ahead.total / ahead.planned if ahead.planned else 1.0)
         if needed_bytes >= ANNOUNCED_BYTES:
             smaller = "; a new store in encoding int8 takes about half" * (

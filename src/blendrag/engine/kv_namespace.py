@@ -21,7 +21,7 @@ from blendrag.errors import InvalidInputError, ModelLoadError, StoreFullError
 from blendrag.model.loading import checked_model_kwargs
 from blendrag.model.writer import Writer
 from blendrag.planning.profile import ProfileCache, conditions_of
-from blendrag.store.identity import ChunkRecipe, chunk_key, kv_namespace
+from blendrag.store.identity import ChunkRecipe, chunk_keys, kv_namespace
 from blendrag.store.kv import KVLayout
 from blendrag.store.records import recorded_namespaces
 from blendrag.store.root import check_place, is_there
@@ -249,9 +249,11 @@ class KVNamespace:
 
     # -- its entries ------------------------------------------------------------------------------
 
-    def key_of(self, namespace: str, text: str) -> str:
-        """Key of the KV of a chunk with this text after the corpus's prefix."""
-        return chunk_key(namespace, self.corpus.prefix_ids, self.model.text_ids(text))
+    def keys_of(self, namespace: str, text: str) -> tuple[str, ...]:
+        """Keys of the KV of a chunk with this text after the corpus's prefix: by the recipe, and by the model
+        alone if that is other KV."""
+        ids, recipe = self.model.text_ids(text), self.recipe
+        return chunk_keys(namespace, self.corpus.prefix_ids, ids, recipe.is_exact)
 
     def places_of(self, chunk_id: str, text: str) -> list[tuple[str, str]]:
         """Namespace and key of every KV of the chunk that requests may use. May load the model."""
@@ -273,7 +275,7 @@ class KVNamespace:
         scope = scope_of(chunk_id)
         within = sorted(kv_namespace(each, scope, is_long) for each in namespaces)
         after = manifest.prefix_ids, self.model.text_ids(text)
-        return [(namespace, chunk_key(namespace, *after)) for namespace in within]
+        return [(each, key) for each in within for key in chunk_keys(each, *after, False)]
 
     def drop_orphaned(self) -> int:
         """Delete the KV of chunks that were removed or whose addition was abandoned, also what other recipes
@@ -284,7 +286,8 @@ class KVNamespace:
             return 0
         for within in tuple(self.kept_in):
             for text in dropped.values():
-                self.store.memory.delete(within, self.key_of(within, text))
+                for key in self.keys_of(within, text):
+                    self.store.memory.delete(within, key)
         if self.store.stats().entries:
             namespaces = self._namespaces().union(recorded_namespaces(self.root, RECORDS))
             for chunk_id, text in dropped.items():

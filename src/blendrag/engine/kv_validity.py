@@ -49,12 +49,16 @@ log = logging.getLogger(__name__)
 PROBE_TOKENS = 32
 #: Largest difference to the stored probe, relative to how much a channel differs from token to token.
 PROBE_TOLERANCE = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1e-1}
+#: Share of what was computed behind similar chunks in its mean with the chunk alone (docs/quality/tried.md).
+BEHIND_SHARE = 2 / 3
 #: The gate is announced if it is expected to take this long, in seconds (sliding windows need long prompts).
 ANNOUNCED_S = 3.0
 
 
 #: A model that computes KV. The tokens of the second are placed.
 Encodes = ModelAdapter | PlacedModel
+#: A method of such a model: KV of the second ids after the first, at most with ``context_ids=`` between them.
+Encoder = Callable[..., ChunkKV]
 #: Measures whether a model's KV may be reused; takes the model, and what announces how long the rest takes.
 Gate = Callable[[Any, Callable[[int, float], None]], Verification]
 
@@ -262,7 +266,7 @@ class KVValidity:
     def _encoded_probe(self, namespace: str, prefix: tuple[int, ...]) -> ChunkKV:
         """By the model alone, so that it can be compared when the writer is lost: the identity covers the
         recipe, and :class:`FittedWriter` checks that it changes every layer that it names."""
-        return self.encode(namespace, self._probe_ids(), prefix, exact=True)
+        return self.encode(namespace, self._probe_ids(), prefix)
 
     def _probe_ids(self) -> tuple[int, ...]:
         vocab = self._adapter.model.get_input_embeddings().num_embeddings
@@ -280,34 +284,57 @@ class KVValidity:
         namespace: str,
         ids: Sequence[int],
         prefix: Sequence[int],
-        encoder: Callable[[Sequence[int], Sequence[int]], ChunkKV] | None = None,
-        exact: bool = False,
-        context: Sequence[int] = (),
+        encoder: Encoder | None = None,
     ) -> ChunkKV:
-        """KV of ``ids`` after ``prefix``, computed by the model that ``namespace`` names.
+        """KV of ``ids`` after ``prefix``, computed by the model that ``namespace`` names, alone.
 
-        With a ``context`` it is the mean of two computations, alone and behind the context, because a chunk
-        has then read less of what its prompts do not contain (docs/encode-after.md). Records of running
-        states have no mean, so models with such states compute it behind the context only.
-        ``encoder``: another method of the model than ``encode``. ``exact``: by the model alone, for the
-        beginnings of prompts; chunks are encoded by the recipe, after a :meth:`context`.
-        Raises :class:`IdentityChangedError` if the loaded model is no longer that one, and
-        :class:`ModelLoadError` if the writer is lost or does not fit.
+        ``encoder``: another method of the model than ``encode``. Raises :class:`IdentityChangedError` if the
+        loaded model is no longer that one.
+        """
+        with self._adapter.lock:
+            self._require(namespace, self.recipe)
+            return self.encoded(self._computed(encoder, "", ids, prefix))
+
+    def encode_chunk(
+        self,
+        namespace: str,
+        ids: Sequence[int],
+        prefix: Sequence[int],
+        encoder: Encoder | None = None,
+        context: Sequence[int] = (),
+    ) -> tuple[ChunkKV, ...]:
+        """All KV of a chunk, in the order of its :func:`chunk_keys`: by the recipe, then by the model alone.
+
+        With a ``context`` the first is the mean of two computations, alone and, counted twice, behind the
+        context, because a chunk has then read less of what its prompts do not contain (docs/encode-after.md).
+        Records of running states have no mean, so models with such states compute it behind the context only.
+        Arguments and errors as :meth:`encode`; :class:`ModelLoadError` if the writer is lost or does not fit.
         """
         with self._adapter.lock:
             recipe = self.recipe
             self._require(namespace, recipe)
-            writer = "" if exact else recipe.writer
-            encode: Callable[..., ChunkKV] = encoder or self._adapter.encode
-            if not context or not recipe.encode_after or exact:
-                with self._with_writer(writer, len(prefix), len(ids)):
-                    return self.encoded(encode(prefix, ids))
-            with self._with_writer(writer, len(prefix) + len(context), len(ids)):
-                kv = encode(prefix, ids, context_ids=context)
-            if not kv.layout.has_states:
-                with self._with_writer(writer, len(prefix), len(ids)):
-                    kv = kv.mean_with(encode(prefix, ids))
-            return self.encoded(kv)
+            compute = partial(self._computed, encoder)
+            alone = compute("", ids, prefix)
+            if recipe.is_exact:
+                return (self.encoded(alone),)
+            is_behind = bool(context and recipe.encode_after)
+            kv = compute(recipe.writer, ids, prefix, context) if is_behind else alone
+            if not (is_behind and kv.layout.has_states):
+                own = compute(recipe.writer, ids, prefix) if recipe.writer else alone
+                kv = kv.mean_with(own, BEHIND_SHARE) if is_behind else own
+            return self.encoded(kv), self.encoded(alone)
+
+    def _computed(
+        self,
+        encoder: Encoder | None,
+        writer: str,
+        ids: Sequence[int],
+        prefix: Sequence[int],
+        context: Sequence[int] = (),
+    ) -> ChunkKV:
+        encode: Encoder = encoder or self._adapter.encode
+        with self._with_writer(writer, len(prefix) + len(context), len(ids)):
+            return encode(prefix, ids, context_ids=context) if context else encode(prefix, ids)
 
     def context(
         self, others: Iterable[Sequence[int]], tokens: int, is_long: bool = False

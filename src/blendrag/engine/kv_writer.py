@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from typing import TypeVar
 
 from blendrag.engine.kv_namespace import KVNamespace
@@ -84,14 +85,14 @@ class KVWriter:
         return namespace
 
     def missing(self, chunks: Sequence[Chunk], ask_remote: bool = True) -> list[Chunk]:
-        """Those of ``chunks`` without stored KV; the others are pinned."""
-        keys = [self.key_of(chunk) for chunk in chunks]
-        store = self._kv.store
-        found = store.where(self.namespace, keys, durable=True, ask_remote=ask_remote).keys()
+        """Those of ``chunks`` that lack stored KV; that of the others is pinned."""
+        keys = [self.keys_of(chunk) for chunk in chunks]
+        where = self._kv.store.where
+        found = where(self.namespace, chain(*keys), durable=True, ask_remote=ask_remote).keys()
         for key in found:
             self._pins.protect(self.namespace, key)
         self.stored |= found
-        return [chunk for chunk, key in zip(chunks, keys, strict=True) if key not in found]
+        return [chunk for chunk, of in zip(chunks, keys, strict=True) if not found >= {*of}]
 
     def write(self, chunk: Chunk, name: str, others: Sequence[str] = ()) -> None:
         """Encode ``chunk`` and store its KV; ``name`` says in errors which text it is. ``others``: texts that
@@ -110,15 +111,17 @@ class KVWriter:
         self._begun("encoding")
         began = time.perf_counter()
         try:
-            encode = partial(self._encode, self._kv.model.text_ids(chunk.text), others)
-            kv = self._computed(encode)
-            self._kv.store.put(self.namespace, self.key_of(chunk), kv)
+            keys = self.keys_of(chunk)
+            ids = self._kv.model.text_ids(chunk.text)
+            computed = self._computed(partial(self._encode, ids, others))
+            for key, kv in zip(keys, computed, strict=True):
+                self._kv.store.put(self.namespace, key, kv)
+                self.written.size_bytes += stored_chunk_bytes(kv.layout, kv.tokens)
         except InvalidInputError as bad:
             raise InvalidInputError(f"{name}: {bad}") from bad
-        self.stored.add(self.key_of(chunk))
+        self.stored.update(keys)
         self.written.chunks += 1
-        self.written.tokens += kv.tokens
-        self.written.size_bytes += stored_chunk_bytes(kv.layout, kv.tokens)
+        self.written.tokens += len(ids)
         self.written.seconds += time.perf_counter() - began
 
     def measure_decode_weights(self, watch: Callable[[float], None]) -> None:
@@ -139,24 +142,25 @@ class KVWriter:
     def _computed(self, call: Callable[[], T]) -> T:
         return computed_among_requests(self._kv, self._scheduler, call)
 
-    def _encode(self, ids: Ids, others: Sequence[str]) -> ChunkKV:
+    def _encode(self, ids: Ids, others: Sequence[str]) -> tuple[ChunkKV, ...]:
         kv = self._kv
         context = kv.validity.context(map(kv.model.text_ids, others), len(ids))
         self.written.context_tokens += len(context)
+        encode = partial(kv.validity.encode_chunk, context=context)
         with before_layers(kv.model.adapter.decoder_layers, pause):  # streams go on meanwhile
-            return kv.validity.encode(self.namespace, ids, kv.corpus.prefix_ids, context=context)
+            return encode(self.namespace, ids, kv.corpus.prefix_ids)
 
     def _put_undated(self) -> None:
         """Store the KV of the prefix up to today's date."""
         kv, ids = self._kv, self._kv.corpus.undated_ids
         key = beginning_key(self.namespace, ids, kv.validity.recipe_of(self.namespace).is_exact)
         if ids and key not in kv.store.where(self.namespace, [key], durable=True):
-            computed = kv.validity.encode(self.namespace, ids, (), exact=True)
+            computed = kv.validity.encode(self.namespace, ids, ())
             kv.store.put(self.namespace, key, computed)
             self.stored.add(key)
 
-    def key_of(self, chunk: Chunk) -> str:
-        return self._kv.key_of(self.namespace, chunk.text)
+    def keys_of(self, chunk: Chunk) -> tuple[str, ...]:
+        return self._kv.keys_of(self.namespace, chunk.text)
 
 
 def computed_among_requests(kv: KVNamespace, scheduler: Scheduler, call: Callable[[], T]) -> T:

@@ -206,7 +206,7 @@ class Learner:
             return []
         corpus = self._kv.corpus.create()
         self._kv.remember(by_ingest=False)
-        known, layout = corpus.known_to(scope), self._kv.layout
+        known = corpus.known_to(scope)
         learned = {chunk.chunk_id: learned_id(scope, chunk.text) for chunk in chunks}
         new = {
             learned[chunk.chunk_id]: replace(chunk, chunk_id=learned[chunk.chunk_id])
@@ -218,8 +218,7 @@ class Learner:
         limit_bytes = self._kv.store.learned_limit_bytes()
         forgotten, kept = _beyond(sizes, limit_bytes, ()) or [], list[Chunk]()
         for chunk_id, chunk in new.items():
-            size_bytes = stored_chunk_bytes(layout, chunk.tokens)
-            own[chunk_id] = size_bytes
+            own[chunk_id] = self._stored_bytes(chunk.tokens)
             dropped = _beyond(sizes, limit_bytes, {c.chunk_id for c in kept} | {chunk_id})
             if dropped is None:
                 del own[chunk_id]
@@ -235,13 +234,16 @@ class Learner:
 
     def _known(self, corpus: Corpus) -> dict[str, dict[str, int]]:
         if self._sizes is None:
-            layout = self._kv.layout
             self._sizes = {}
             for _, chunk in corpus.entries.read(corpus.entries.ids(LEARNED)):
                 if (scope := scope_of(chunk.chunk_id)) is not None:
-                    size_bytes = stored_chunk_bytes(layout, chunk.tokens)
+                    size_bytes = self._stored_bytes(chunk.tokens)
                     self._sizes.setdefault(scope, {})[chunk.chunk_id] = size_bytes
         return self._sizes
+
+    def _stored_bytes(self, tokens: int) -> int:
+        """Of all KV of a chunk."""
+        return self._kv.recipe.variants * stored_chunk_bytes(self._kv.layout, tokens)
 
     def _mark_used(self, request: Request, scope: str) -> None:
         sizes = (self._sizes or {}).get(scope, {})

@@ -29,11 +29,6 @@ OLD_CALIBRATION = (
     "an earlier version of blendrag calibrated this model, and its result is not used; repeat blendrag "
     "calibrate"
 )
-HEAD_ONLY = (
-    "mode prefix reuses only the beginning of the prompt, because this store's chunks were encoded with a "
-    "writer or after similar chunks, and none of them is what a full prefill would compute; mode blend or "
-    "reuse loads them"
-)
 PREFIX_OF_HYBRIDS = (
     "mode prefix goes on from the end of an earlier prompt, and mode blend loads chunks"
 )
@@ -204,8 +199,6 @@ class Planner:
             is_long=is_long,
             kept=self.kept.lookup(namespace, request.options.scope),
         )
-        if request.mode == "prefix" and not controller.chunks_are_exact:
-            notes += (HEAD_ONLY,)
         encode: Encode | None = None
         if computes_first:
             stream.notes += self.prefixes.share(request, controller, calibrated, stream.check)

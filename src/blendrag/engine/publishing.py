@@ -17,7 +17,7 @@ from blendrag.corpus.shared.sharing import Followed, Keys, Published
 from blendrag.corpus.shared.snapshots import remote_root
 from blendrag.engine.kv_namespace import KVNamespace
 from blendrag.errors import starting_thread
-from blendrag.store.identity import chunk_key, is_name, probe_key
+from blendrag.store.identity import chunk_keys, is_name, probe_key
 from blendrag.store.remote.root import RemoteRoot
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ def publish(kv: KVNamespace, again: bool = False) -> Published:
             if not is_name(namespace):  # of a model whose KV cannot be reused
                 return Keys("", frozenset())
             prefix, ids_of = manifest.prefix_ids, kv.model.text_ids
-            keys = {chunk_key(namespace, prefix, ids_of(text)) for text in texts}
+            exact = manifest.recipe.is_exact
+            keys = {key for t in texts for key in chunk_keys(namespace, prefix, ids_of(t), exact)}
             probes = store.disk.pinned(namespace) | {probe_key(namespace)}
             return Keys(namespace, frozenset(keys | probes))
 

@@ -20,7 +20,13 @@ from blendrag.planning.profile import COLD, DISK, Profile
 from blendrag.store.base import KVReader, ResidentReader, WantedKV
 from blendrag.store.durable import readable_size
 from blendrag.store.encodings import stored_bytes_by_layer
-from blendrag.store.identity import NATIVE_ENCODING, beginning_key, chunk_key, kv_namespace
+from blendrag.store.identity import (
+    NATIVE_ENCODING,
+    beginning_key,
+    chunk_key,
+    exact_key,
+    kv_namespace,
+)
 from blendrag.store.kv import KVLayout
 from blendrag.store.remote.tier import RemoteReader, expected_load_s, request_ahead
 from blendrag.store.tiered import KVStore
@@ -82,7 +88,7 @@ class Controller:
     undated_ids: tuple[int, ...] = ()
     """Beginning of ``prefix_ids`` that is stored by itself, because the rest changes from day to day."""
     chunks_are_exact: bool = True
-    """Whether a chunk directly behind the prefix is exact; by some recipes none is, wherever it is."""
+    """Whether all chunks are encoded by the model alone; otherwise only the first of a prompt is."""
     _stored: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Whether the store had a key when it was asked."""
 
@@ -156,7 +162,7 @@ class Controller:
             exact = self._is_exact(segment, prompt)
             if tokens <= 0 or not (exact or mode != "prefix"):
                 continue
-            if self._place(segment)[1] in stored_keys:
+            if self._place(segment, prompt)[1] in stored_keys:
                 fresh -= tokens
                 blended += tokens * (not exact)
                 chunks += not exact
@@ -174,7 +180,7 @@ class Controller:
 
     def _stored_keys(self, prompt: SegmentedPrompt) -> set[str]:
         """Keys of its chunks that the store has."""
-        places = set(map(self._place, prompt.chunks))
+        places = {self._place(segment, prompt) for segment in prompt.chunks}
         for namespace in {namespace for namespace, _ in places}:
             keys = {key for within, key in places if within == namespace}
             if new := keys - self._stored.keys():
@@ -186,16 +192,16 @@ class Controller:
         """Whether the chunk directly follows the prefix that it was encoded with, and nothing else."""
         at = segment.position
         return (
-            self.chunks_are_exact
-            and not segment.first
-            and at == len(self.prefix_ids)
-            and prompt.ids[:at] == self.prefix_ids
+            not segment.first and at == len(self.prefix_ids) and prompt.ids[:at] == self.prefix_ids
         )
 
-    def _place(self, segment: Segment) -> tuple[str, str]:
-        """Namespace and key of a chunk's KV."""
-        namespace = self._within(segment.scope)
-        return namespace, chunk_key(namespace, self.prefix_ids, segment.stored_ids)
+    def _place(self, segment: Segment, prompt: SegmentedPrompt) -> tuple[str, str]:
+        """Namespace and key of the KV that a chunk has at its place: no other precedes the first one, so the
+        model alone has encoded that."""
+        namespace, ids = self._within(segment.scope), segment.stored_ids
+        if segment.position == prompt.chunks[0].position:
+            return namespace, exact_key(namespace, self.prefix_ids, ids, self.chunks_are_exact)
+        return namespace, chunk_key(namespace, self.prefix_ids, ids)
 
     def _within(self, scope: str | None) -> str:
         return kv_namespace(self.namespace, scope, self.is_long)
@@ -253,7 +259,9 @@ class Controller:
             wanted[0] = WantedKV(namespace, key, len(ids))
         for segment in prompt.chunks:
             if segment.position >= start and not self._why_not(segment, prompt, mode, last):
-                wanted[segment.position] = WantedKV(*self._place(segment), len(segment.stored_ids))
+                wanted[segment.position] = WantedKV(
+                    *self._place(segment, prompt), len(segment.stored_ids)
+                )
         return {at: each for at, each in wanted.items() if last and each.key not in avoid}
 
     def _kept(
@@ -307,9 +315,9 @@ class Controller:
         if reader is None:
             if self.store.trouble:
                 return PlannedChunk(segment, NOT_ASKED)
-            is_corrupt = self._place(segment)[1] in avoid
+            is_corrupt = self._place(segment, prompt)[1] in avoid
             return PlannedChunk(segment, CORRUPT if is_corrupt else NO_KV)
-        is_own = self.kept is None or reader.key == self._place(segment)[1]
+        is_own = self.kept is None or reader.key == self._place(segment, prompt)[1]
         held = segment.position + reader.tokens - segment.first
         end, exact = min(segment.end, last, held), is_own and self._is_exact(segment, prompt)
         stored_position = len(self.prefix_ids) + segment.first

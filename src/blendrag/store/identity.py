@@ -69,6 +69,11 @@ class ChunkRecipe:
         """Whether a chunk's KV is what a full prefill computes for it directly behind the prefix."""
         return self == ChunkRecipe()
 
+    @property
+    def variants(self) -> int:
+        """How many KV are stored of each chunk: by the recipe, and by the model alone if that is other KV."""
+        return 1 if self.is_exact else 2
+
     def unlike(self, other: ChunkRecipe) -> str:
         """How it encodes where it differs from ``other``, for messages."""
         writer = f"with writer {self.writer[:12]}" if self.writer else "without a writer"
@@ -120,7 +125,7 @@ class ModelIdentity:
             if name not in ("writer", "encode_after") or value:
                 fields += [name.encode(), str(value).encode()]
         if self.encode_after:
-            fields.append(b"mean")  # earlier versions kept what was computed behind similar chunks
+            fields.append(b"mean 2:1")  # the share of what is computed behind similar chunks
         return digest_fields(fields)
 
 
@@ -166,6 +171,20 @@ def exact_key(
     if chunks_are_exact:
         return chunk_key(namespace, prefix_ids, ids)
     return digest_fields([b"exact", namespace.encode(), pack_ids(prefix_ids), pack_ids(ids)])
+
+
+def chunk_keys(
+    namespace: str, prefix_ids: Sequence[int], ids: Sequence[int], chunks_are_exact: bool
+) -> tuple[str, ...]:
+    """Keys of all KV of a chunk: by the recipe, and by the model alone if that is other KV.
+
+    The latter is for the first chunk of a prompt, which no other chunk precedes.
+    """
+    keys = (
+        chunk_key(namespace, prefix_ids, ids),
+        exact_key(namespace, prefix_ids, ids, chunks_are_exact),
+    )
+    return tuple(dict.fromkeys(keys))
 
 
 def beginning_key(namespace: str, ids: Sequence[int], chunks_are_exact: bool) -> str:

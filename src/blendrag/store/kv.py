@@ -168,10 +168,13 @@ class ChunkKV:
                     f"layer {i} is {tuple(layer.shape)} {layer.dtype}, expected {expected} {dtype}"
                 )
 
-    def mean_with(self, other: ChunkKV) -> ChunkKV:
-        """The mean of this and what was computed of the same chunk behind other text, at its positions."""
+    def mean_with(self, other: ChunkKV, share: float) -> ChunkKV:
+        """The mean of this, of weight ``share``, and of what was computed of the same chunk behind other
+        text, at the same positions."""
         pairs = zip(self.layers, other.layers, strict=True)
-        return replace(self, layers=[((a.float() + b.float()) / 2).to(a.dtype) for a, b in pairs])
+        return replace(
+            self, layers=[b.float().lerp(a.float(), share).to(a.dtype) for a, b in pairs]
+        )
 
     @property
     def size_bytes(self) -> int:
