@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -178,8 +179,9 @@ def test_zero_stores_what_an_engine_without_the_option_stores(tmp_path: Path) ->
 
 def topic(word: str, number: int) -> Document:
     """A document of one chunk that is more like those of the same word, and of a near number."""
-    text = " ".join([word] * 12 + ["near"] * number) + "."
-    return Document(source=f"{word}{number}.txt", title="t", text=text)
+    words = [f"{word}{i}" for i in range(12)] + ["near"] * number
+    random.Random(number).shuffle(words)
+    return Document(source=f"{word}{number}.txt", title="t", text=" ".join(words) + ".")
 
 
 def contexts_of(engine: BlendEngine, documents: Sequence[Document]) -> dict[str, list[str]]:
@@ -260,6 +262,25 @@ def test_equal_texts_are_no_neighbours_of_one_another(tmp_path: Path) -> None:
     with tiny.engine(tiny.shared_llama(), tmp_path / "store", encode_after=2) as engine:
         found = contexts_of(engine, [DOCUMENTS[0], twin, DOCUMENTS[3]])
     assert found == {"ship1.txt": ["farm1.txt"], "farm1.txt": ["ship1.txt"]}
+
+
+@pytest.mark.parametrize("stored", [False, True])
+def test_copies_are_no_neighbours_of_one_another(tmp_path: Path, stored: bool) -> None:
+    """Such as the next version of a document, or a chunk that overlaps with this one."""
+    first, *others = DOCUMENTS[:4]
+    words = first.text.split()
+    copies = [
+        replace(first, source=f"{name}.txt", text=" ".join(text))
+        for name, text in (("cut", [*words[4:], *words[:4]]), ("longer", [*words, *words]))
+    ]
+    with tiny.engine(tiny.shared_llama(), tmp_path / "store", encode_after=1) as engine:
+        if stored:
+            engine.ingest([*copies, *others]).whole()
+        with encoded(engine) as contexts:
+            engine.ingest([first] if stored else [*copies, first, *others]).whole()
+    embed = tiny.WordEmbedder().embed_query
+    near = max(others, key=lambda each: float(embed(each.text) @ embed(first.text)))
+    assert contexts[ids_of(engine, first.text)] == ids_of(engine, near.text)
 
 
 def test_an_unchanged_document_is_encoded_after_its_neighbours_without_new_vectors(

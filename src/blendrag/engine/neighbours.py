@@ -1,12 +1,13 @@
 """Which chunks a chunk is encoded after: those of the corpus that are most similar to it.
 
 Chunks that are retrieved together resemble each other, so that a chunk's KV has then seen text like that
-which precedes it in prompts (FusionRAG, arXiv 2601.12904).
+which precedes it in prompts (FusionRAG, arXiv 2601.12904). Copies are left out: behind one, a chunk is the
+repetition of what was read, which it is in no prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -17,6 +18,10 @@ from blendrag.errors import InvalidInputError
 from blendrag.text.chunking import Chunk
 
 T = TypeVar("T")
+IsCopy = Callable[[str], bool]
+#: Characters of the stretches that texts are compared by, and the share of those of the shorter text that
+#: makes one a copy of the other, such as another version of a document, or a chunk that overlaps.
+STRETCH_CHARS, COPIED_SHARE = 32, 0.2
 #: A chunk under the title of its document, by which it is embedded.
 Titled = tuple[str, Chunk]
 
@@ -58,7 +63,8 @@ class Neighbours:
         return known if len(known) == len(found) else []
 
     def texts(self, title: str, chunk: Chunk) -> list[str]:
-        """Texts of the most similar other chunks, the nearest first; none for a chunk without a vector."""
+        """Texts of the most similar chunks that are no copies, the nearest first; none for a chunk without a
+        vector."""
         chunk_id = chunk.chunk_id
         if added := self._new.get((title, chunk_id)):
             vector = added[1]
@@ -66,12 +72,13 @@ class Neighbours:
             vector = stored[chunk_id]
         else:
             return []
-        found = self._among_stored(vector, chunk) + self._among_new(vector, chunk)
+        is_copy = copies_of(chunk.text)
+        found = self._among_stored(vector, is_copy) + self._among_new(vector, is_copy)
         nearest = sorted((distance, chunk_id, text) for chunk_id, text, distance in found)
         texts = {chunk_id: text for _, chunk_id, text in nearest}  # each at its smaller distance
         return [*texts.values()][: self._most]
 
-    def _among_stored(self, vector: np.ndarray, chunk: Chunk) -> list[tuple[str, str, float]]:
+    def _among_stored(self, vector: np.ndarray, is_copy: IsCopy) -> list[tuple[str, str, float]]:
         """Ids, texts and L2 distances."""
         corpus = self._corpus
         if corpus is None:
@@ -79,7 +86,7 @@ class Neighbours:
 
         def accept(passage: int) -> tuple[str, StoredChunk] | None:
             found = chunk_at(corpus.file, passage)
-            if found is None or found.chunk_id == chunk.chunk_id:
+            if found is None or is_copy(found.text):
                 return None
             is_old = (found.entry_id or found.document) in self._replaced
             return (
@@ -89,7 +96,7 @@ class Neighbours:
         hits = corpus.vectors.nearest(vector, self._most, accept)
         return [(found.chunk_id, found.text, distance) for found, distance in hits]
 
-    def _among_new(self, vector: np.ndarray, chunk: Chunk) -> list[tuple[str, str, float]]:
+    def _among_new(self, vector: np.ndarray, is_copy: IsCopy) -> list[tuple[str, str, float]]:
         if not self._new:
             return []
         if self._rows is None:
@@ -100,11 +107,27 @@ class Neighbours:
         found: dict[str, tuple[str, str, float]] = {}
         for i in np.argsort(distances, kind="stable"):
             near = new[i]
-            if near.chunk_id != chunk.chunk_id:
+            if near.chunk_id not in found and not is_copy(near.text):
                 found.setdefault(near.chunk_id, (near.chunk_id, near.text, float(distances[i])))
             if len(found) == self._most:
                 break
         return [*found.values()]
+
+
+def copies_of(text: str) -> IsCopy:
+    """Whether another text is ``text``, or has much of it in the same words."""
+    stretches = set(_stretches(text))
+
+    def is_copy(other: str) -> bool:
+        common = sum(each in stretches for each in _stretches(other))
+        shorter = min(len(text), len(other)) - STRETCH_CHARS + 1
+        return other == text or common > COPIED_SHARE * max(1, shorter)
+
+    return is_copy
+
+
+def _stretches(text: str) -> Iterable[str]:
+    return (text[i : i + STRETCH_CHARS] for i in range(len(text) - STRETCH_CHARS + 1))
 
 
 def context_ids(
