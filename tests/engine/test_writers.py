@@ -28,8 +28,9 @@ from blendrag.engine.request import RagPrompt
 from blendrag.engine.store_writer import kept_writer
 from blendrag.errors import ModelLoadError
 from blendrag.model.writer import MARK, WEIGHTS, Writer, mark_as_writer
-from blendrag.planning.controller import EXACT_PREFIX
+from blendrag.planning.controller import EXACT_PREFIX, NOT_ALONE
 from blendrag.store import maintenance, writer_files
+from blendrag.store.encodings import stored_chunk_bytes
 from blendrag.store.identity import chunk_key
 
 NUMBERS = (0, 1)
@@ -178,9 +179,92 @@ def test_the_first_chunk_is_as_without_a_writer_behind_another_beginning_too(roo
     assert tiny.difference(found["", 2], found["none", 2]) > 1e-3
 
 
+def test_a_chunk_behind_the_prefix_is_the_models_own_though_another_is_in_the_prefix(
+    tmp_path: Path, folder: Path
+) -> None:
+    """The latter is the first one, then."""
+    with tiny.engine(tiny.shared_llama(), tmp_path / "other") as engine:
+        ingest(engine)
+        in_prefix, *texts = (tiny.chunk_texts(engine, n)[k] for n, k in ((0, 0), (1, 0), (1, 1)))
+    prefix = f"{tiny.BOS}Follow these rules.\n\n{in_prefix}\n\n"
+    given = Options(apply_chat_template=False, ratio=1.0)
+    with tiny.engine(
+        tiny.shared_llama(), tmp_path / "store", writer=str(folder), prefix_text=prefix
+    ) as engine:
+        ingest(engine)
+
+        asked = "\n\n".join([f"{prefix}{texts[0]}", texts[1], "Where?"])
+        full, _ = tiny.first_logits(engine, asked, replace(given, mode="full"))
+        for options in (given, replace(given, mode="prefix", ratio=None)):
+            found, answer = tiny.first_logits(engine, asked, options)
+            engine.drain()
+            assert tiny.difference(found, full) < 1e-4
+            assert EXACT_PREFIX.text in {chunk.reason for chunk in answer.metrics.chunks}
+
+
+RECIPES = [{}, {"writer": "none", "encode_after": 1}]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("lost", [0, 1])
+def test_one_lost_kv_of_a_chunk_is_computed_again(
+    root: Path, recipe: dict[str, Any], lost: int
+) -> None:
+    documents = [tiny.document(number) for number in NUMBERS]
+    with tiny.engine(tiny.shared_llama(), root, **recipe) as engine:
+        planned = engine.dry_run(documents)
+        report = engine.ingest(documents).whole()
+        assert planned.bytes == report.bytes == (2 * sizes(engine) if recipe else 0)
+        key = tiny.chunk_keys(engine, 0)[lost]
+        engine.library.add([Entry("own", tiny.chunk_texts(engine, 0)[0])])
+        assert engine.library.has_kv(["own"]) == {"own": True}
+        tiny.lose_kv(engine, key)
+        assert engine.library.has_kv(["own"]) == {"own": False}
+        planned = engine.dry_run(documents)
+        report = engine.ingest(documents).whole()
+        assert report.chunks_computed == 1
+        assert planned.bytes == report.bytes == sizes(engine, 1)
+        assert engine.library.has_kv(["own"]) == {"own": True}
+
+
+def sizes(engine: BlendEngine, most: int | None = None) -> int:
+    """Bytes of one KV of each chunk."""
+    texts = [text for number in NUMBERS for text in tiny.chunk_texts(engine, number)]
+    tokens = [len(engine.kv_namespace.model.text_ids(text)) for text in texts[:most]]
+    return sum(stored_chunk_bytes(engine.kv_namespace.layout, each) for each in tokens)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_first_chunk_whose_own_kv_is_lost_is_blended_until_it_is_encoded(
+    root: Path, recipe: dict[str, Any]
+) -> None:
+    with tiny.engine(tiny.shared_llama(), root, **recipe) as engine:
+        if recipe:
+            ingest(engine)
+        tiny.lose_kv(engine, tiny.chunk_keys(engine, 0)[1])
+    with tiny.engine(tiny.shared_llama(), root, read_only=True, **recipe) as engine:
+        for _ in range(2):
+            first, *_ = engine.generate(
+                behind_the_head(engine), Options(mode="reuse")
+            ).metrics.chunks
+            engine.drain()
+            assert first.outcome == "reused"
+            assert NOT_ALONE in first.reason
+    with tiny.engine(tiny.shared_llama(), root, **recipe) as engine:
+        ids = engine.kv_namespace.model.text_ids(tiny.chunk_texts(engine, 0)[0])
+        with tiny.counted(engine.adapter, "encode") as encoded:
+            for expected in ("reused", "exact"):
+                first, *_ = engine.generate(
+                    behind_the_head(engine), Options(mode="reuse")
+                ).metrics.chunks
+                engine.drain()
+                assert first.outcome == expected
+        assert [each[1] for each in encoded].count(ids) == 1  # not by the recipe
+
+
 @pytest.mark.parametrize("times", [1, 3])
 def test_mode_prefix_answers_as_a_full_prefill(root: Path, times: int) -> None:
-    """Also once the beginning of the prompt, and its first chunk, are kept."""
+    """Also once the beginning of the prompt is kept."""
     with tiny.engine(tiny.shared_llama(), root) as engine:
         prompt = behind_the_head(engine)
         full, _ = tiny.first_logits(engine, prompt, Options(mode="full"))
@@ -189,7 +273,7 @@ def test_mode_prefix_answers_as_a_full_prefill(root: Path, times: int) -> None:
             engine.drain()
             assert tiny.difference(found, full) < 1e-4
         assert all(chunk.outcome != "blended" for chunk in answer.metrics.chunks)
-        assert times == 1 or answer.metrics.reused_tokens > 0
+        assert answer.metrics.reused_tokens > 0
 
 
 def test_everything_recomputed_gives_the_logits_of_a_full_prefill(root: Path) -> None:
@@ -336,7 +420,7 @@ def test_two_engines_with_different_writers_share_a_model_and_a_store(
             validity = engine.kv_namespace.validity
             return [
                 torch.cat(
-                    [layer.flatten() for layer in validity.encode_chunk(name, ids, ())[0].layers]
+                    [layer.flatten() for layer in validity.encode_chunk(name, ids, ()).layers]
                 )
                 for name in [validity.namespace] * 6
             ]

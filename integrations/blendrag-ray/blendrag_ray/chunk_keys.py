@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from blendrag.corpus.corpus import Corpus
 from blendrag.corpus.manifest import Manifest
 from blendrag.errors import InvalidInputError
-from blendrag.store.identity import chunk_key
+from blendrag.store.identity import chunk_keys
 
 if TYPE_CHECKING:
     from blendrag.engine import BlendEngine
@@ -53,7 +53,7 @@ class ChunkKeys:
             for match in corpus.chunk_index.find(text)
             if match.complete
         }
-        keys = (self._remembered(corpus, manifest, chunk_id) for chunk_id in found)
+        keys = (self._remembered(corpus, manifest, each, i == 0) for i, each in enumerate(found))
         return dict(entry for entry in keys if entry is not None)
 
     def _imported(self, fields: dict[str, Any]) -> dict[str, int]:
@@ -67,12 +67,17 @@ class ChunkKeys:
         except (ValidationError, InvalidInputError, Refusal):
             return {}
 
-    def _key(self, corpus: Corpus, manifest: Manifest, chunk_id: str) -> tuple[str, int] | None:
+    def _key(
+        self, corpus: Corpus, manifest: Manifest, chunk_id: str, is_first: bool
+    ) -> tuple[str, int] | None:
+        """``is_first``: the first chunk of a prompt has KV of the model alone."""
         try:
             ids = tuple(self._engine.tokens.encode_text(corpus.text(chunk_id)))
         except KeyError:  # removed meanwhile
             return None
-        return chunk_key(manifest.namespace, manifest.prefix_ids, ids), len(ids)
+        exact = manifest.recipe.is_exact
+        keys = chunk_keys(manifest.namespace, manifest.prefix_ids, ids, exact)
+        return keys[-1 if is_first else 0], len(ids)
 
 
 def _texts(fields: Mapping[str, Any]) -> Iterator[str]:

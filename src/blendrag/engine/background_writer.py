@@ -192,13 +192,16 @@ class BackgroundWriter:
         if kv.model.adapter.refusal is None and not kv.validity.is_verified:
             self._scheduler.submit(Pending(run), background=True)
 
-    def _computed(self, job: Job, namespace: str, context: Ids) -> tuple[ChunkKV, ...]:
+    def _computed(
+        self, job: Job, namespace: str, context: Ids, is_own: bool, alone: ChunkKV | None
+    ) -> ChunkKV:
+        """KV of ``job`` by the model ``alone`` (``is_own``) or by the recipe."""
         validity, adapter = self._kv.validity, self._kv.model.adapter
         encoder = partial(adapter.encode, is_long=True) if job.is_long else None
-        if job.prefix is None:
-            return (validity.encode(namespace, job.ids, (), encoder),)
-        encode = partial(validity.encode_chunk, encoder=encoder, context=context)
-        return encode(namespace, job.ids, job.prefix)
+        if is_own:
+            return validity.encode(namespace, job.ids, job.prefix or (), encoder)
+        encode = partial(validity.encode_chunk, encoder=encoder, context=context, alone=alone)
+        return encode(namespace, job.ids, job.prefix or ())
 
     def _encode(self, job: Job) -> bool:
         """Whether the KV is stored now. One in the background gives way to requests, also to those of
@@ -210,16 +213,18 @@ class BackgroundWriter:
                 namespace = kv.validity.namespace
                 exact = kv.validity.recipe_of(namespace).is_exact
                 place, keys = job.places(namespace, exact)
-                if not kv.store.where(place, keys, ask_remote=False).keys() >= {*keys}:
+                found, alone = kv.store.where(place, keys, ask_remote=False), None
+                for key in [key for key in reversed(keys) if key not in found]:
                     if not job.is_learned and kv.store.is_behind:
                         return False  # requests do not wait for a slow remote
                     kv.validity.admit(namespace)
                     context = kv.validity.context(job.others, len(job.ids), job.is_long)
+                    is_own = job.is_exact or key != keys[0]
                     give_way_or_pause = partial(pause, lambda: lock.is_wanted)
                     with before_layers(kv.model.adapter.decoder_layers, give_way_or_pause):
-                        computed = self._computed(job, namespace, context)
-                    for key, each in zip(keys, computed, strict=True):
-                        kv.store.put(place, key, each)
+                        computed = self._computed(job, namespace, context, is_own, alone)
+                    alone = computed if is_own else None
+                    kv.store.put(place, key, computed)
             return True
         except StoreFullError as full:
             if not job.is_learned:

@@ -214,11 +214,13 @@ class ExactPrefixes:
         """Keep of the KV that ``cache`` holds of ``ids``, the prompt or also its answer, what a conversation
         goes on from: all of it without chunks, else the part before the first one.
 
-        In mode prefix with the first chunk, if today's date is why it was computed.
+        In mode prefix with the first chunk, if today's date, or that it is not stored alone, is why it was
+        computed.
         """
         if plan.chunks:
             end, first = len(plan.prompt.leading_ids), plan.chunks[0]
-            if request.mode == "prefix" and first.span is None and self._kv.corpus.is_dated:
+            may_lack = self._kv.corpus.is_dated or not self._kv.validity.recipe.is_exact
+            if request.mode == "prefix" and first.span is None and may_lack:
                 end = max(end, first.segment.end)
             ids = ids[:end]
         if self.tree is None or not self.may_use(request) or len(ids) < MIN_TOKENS:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from blendrag.errors import InvalidInputError, ModelLoadError, StoreFullError
 from blendrag.model.loading import checked_model_kwargs
 from blendrag.model.writer import Writer
 from blendrag.planning.profile import ProfileCache, conditions_of
-from blendrag.store.identity import ChunkRecipe, chunk_keys, kv_namespace
+from blendrag.store.identity import ChunkRecipe, chunk_key, chunk_keys, kv_namespace
 from blendrag.store.kv import KVLayout
 from blendrag.store.records import recorded_namespaces
 from blendrag.store.root import check_place, is_there
@@ -255,27 +256,27 @@ class KVNamespace:
         ids, recipe = self.model.text_ids(text), self.recipe
         return chunk_keys(namespace, self.corpus.prefix_ids, ids, recipe.is_exact)
 
-    def places_of(self, chunk_id: str, text: str) -> list[tuple[str, str]]:
-        """Namespace and key of every KV of the chunk that requests may use. May load the model."""
-        return self._places(self._namespaces(), chunk_id, text)
+    def places_of(self, chunk_id: str, text: str) -> dict[str, tuple[str, ...]]:
+        """Keys of the KV of the chunk by the namespaces that requests may use. May load the model."""
+        after, scope = self._after(text), scope_of(chunk_id)
+        found = {}
+        for namespace, recipe in self._recipes().items():
+            within = kv_namespace(namespace, scope, is_long=False)
+            found[within] = chunk_keys(within, *after, recipe.is_exact)
+        return found
 
-    def _namespaces(self) -> set[str]:
-        """Those that requests may use."""
+    def _after(self, text: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ids of the prefix and of a chunk."""
         manifest = self.corpus.recorded_manifest or self.corpus.manifest
-        namespaces = {manifest.namespace} if manifest.namespace else set()
-        if self.model.is_loaded or not namespaces:
-            namespaces.add(self.validity.namespace)
-        return namespaces
+        return manifest.prefix_ids, self.model.text_ids(text)
 
-    def _places(
-        self, namespaces: set[str], chunk_id: str, text: str, is_long: bool = False
-    ) -> list[tuple[str, str]]:
-        """``is_long``: of the KV for long prompts."""
+    def _recipes(self) -> dict[str, ChunkRecipe]:
+        """By the namespaces that requests may use."""
         manifest = self.corpus.recorded_manifest or self.corpus.manifest
-        scope = scope_of(chunk_id)
-        within = sorted(kv_namespace(each, scope, is_long) for each in namespaces)
-        after = manifest.prefix_ids, self.model.text_ids(text)
-        return [(each, key) for each in within for key in chunk_keys(each, *after, False)]
+        recipes = {manifest.namespace: manifest.recipe} if manifest.namespace else {}
+        if self.model.is_loaded or not recipes:
+            recipes[self.validity.namespace] = self.recipe
+        return recipes
 
     def drop_orphaned(self) -> int:
         """Delete the KV of chunks that were removed or whose addition was abandoned, also what other recipes
@@ -286,15 +287,16 @@ class KVNamespace:
             return 0
         for within in tuple(self.kept_in):
             for text in dropped.values():
-                for key in self.keys_of(within, text):
-                    self.store.memory.delete(within, key)
+                key = chunk_key(within, self.corpus.prefix_ids, self.model.text_ids(text))
+                self.store.memory.delete(within, key)
         if self.store.stats().entries:
-            namespaces = self._namespaces().union(recorded_namespaces(self.root, RECORDS))
+            namespaces = self._recipes().keys() | recorded_namespaces(self.root, RECORDS)
             for chunk_id, text in dropped.items():
                 if corpus.dropped.is_removed(chunk_id):
-                    for is_long in (False, True):
-                        for place in self._places(namespaces, chunk_id, text, is_long):
-                            self.store.delete(*place)
+                    for namespace, is_long in product(sorted(namespaces), (False, True)):
+                        within = kv_namespace(namespace, scope_of(chunk_id), is_long)
+                        for key in chunk_keys(within, *self._after(text), chunks_are_exact=False):
+                            self.store.delete(within, key)
         corpus.dropped.forget(list(dropped))
         return len(dropped)
 

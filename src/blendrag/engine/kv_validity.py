@@ -302,27 +302,26 @@ class KVValidity:
         prefix: Sequence[int],
         encoder: Encoder | None = None,
         context: Sequence[int] = (),
-    ) -> tuple[ChunkKV, ...]:
-        """All KV of a chunk, in the order of its :func:`chunk_keys`: by the recipe, then by the model alone.
+        alone: ChunkKV | None = None,
+    ) -> ChunkKV:
+        """KV of a chunk by the recipe.
 
-        With a ``context`` the first is the mean of two computations, alone and, counted twice, behind the
-        context, because a chunk has then read less of what its prompts do not contain (docs/encode-after.md).
-        Records of running states have no mean, so models with such states compute it behind the context only.
-        Arguments and errors as :meth:`encode`; :class:`ModelLoadError` if the writer is lost or does not fit.
+        With a ``context`` it is the mean of two computations, alone and, counted twice, behind the context,
+        because a chunk has then read less of what its prompts do not contain (docs/encode-after.md). Records
+        of running states have no mean, so models with such states compute it behind the context only.
+        ``alone``: what :meth:`encode` returned for it. Other arguments and errors as there;
+        :class:`ModelLoadError` if the writer is lost or does not fit.
         """
         with self._adapter.lock:
             recipe = self.recipe
             self._require(namespace, recipe)
-            compute = partial(self._computed, encoder)
-            alone = compute("", ids, prefix)
-            if recipe.is_exact:
-                return (self.encoded(alone),)
+            compute = partial(self._computed, encoder, recipe.writer, ids, prefix)
             is_behind = bool(context and recipe.encode_after)
-            kv = compute(recipe.writer, ids, prefix, context) if is_behind else alone
-            if not (is_behind and kv.layout.has_states):
-                own = compute(recipe.writer, ids, prefix) if recipe.writer else alone
-                kv = kv.mean_with(own, BEHIND_SHARE) if is_behind else own
-            return self.encoded(kv), self.encoded(alone)
+            behind = compute(context) if is_behind else None
+            if behind is not None and behind.layout.has_states:
+                return self.encoded(behind)
+            own = alone if alone is not None and not recipe.writer else compute()
+            return self.encoded(own if behind is None else behind.mean_with(own, BEHIND_SHARE))
 
     def _computed(
         self,

@@ -111,15 +111,19 @@ class KVWriter:
         self._begun("encoding")
         began = time.perf_counter()
         try:
-            keys = self.keys_of(chunk)
-            ids = self._kv.model.text_ids(chunk.text)
-            computed = self._computed(partial(self._encode, ids, others))
-            for key, kv in zip(keys, computed, strict=True):
-                self._kv.store.put(self.namespace, key, kv)
-                self.written.size_bytes += stored_chunk_bytes(kv.layout, kv.tokens)
+            ids, keys = self._kv.model.text_ids(chunk.text), self.keys_of(chunk)
+            context = self._kv.validity.context(map(self._kv.model.text_ids, others), len(ids))
+            found = self._kv.store.where(self.namespace, keys, durable=True, ask_remote=False)
+            alone: ChunkKV | None = None
+            for key in reversed(keys):  # the model's own first, which may be a part of the other
+                if key not in found:
+                    is_own = key != keys[0]
+                    kv = self._computed(partial(self._encode, ids, context, is_own, alone))
+                    alone = kv if is_own else None
+                    self._put(key, kv)
+            self.written.context_tokens += len(context) * (keys[0] not in found)
         except InvalidInputError as bad:
             raise InvalidInputError(f"{name}: {bad}") from bad
-        self.stored.update(keys)
         self.written.chunks += 1
         self.written.tokens += len(ids)
         self.written.seconds += time.perf_counter() - began
@@ -142,13 +146,19 @@ class KVWriter:
     def _computed(self, call: Callable[[], T]) -> T:
         return computed_among_requests(self._kv, self._scheduler, call)
 
-    def _encode(self, ids: Ids, others: Sequence[str]) -> tuple[ChunkKV, ...]:
-        kv = self._kv
-        context = kv.validity.context(map(kv.model.text_ids, others), len(ids))
-        self.written.context_tokens += len(context)
-        encode = partial(kv.validity.encode_chunk, context=context)
+    def _encode(self, ids: Ids, context: Ids, is_own: bool, alone: ChunkKV | None) -> ChunkKV:
+        """KV of a chunk by the model ``alone`` (``is_own``) or by the recipe."""
+        kv, prefix = self._kv, self._kv.corpus.prefix_ids
         with before_layers(kv.model.adapter.decoder_layers, pause):  # streams go on meanwhile
-            return encode(self.namespace, ids, kv.corpus.prefix_ids)
+            if is_own:
+                return kv.validity.encode(self.namespace, ids, prefix)
+            encode = partial(kv.validity.encode_chunk, context=context, alone=alone)
+            return encode(self.namespace, ids, prefix)
+
+    def _put(self, key: str, kv: ChunkKV) -> None:
+        self._kv.store.put(self.namespace, key, kv)
+        self.stored.add(key)
+        self.written.size_bytes += stored_chunk_bytes(kv.layout, kv.tokens)
 
     def _put_undated(self) -> None:
         """Store the KV of the prefix up to today's date."""

@@ -127,7 +127,7 @@ class Learner:
     ) -> int:
         """Keep the KV that the prompt's prefill has computed of these passages and of chunks that had none;
         of how many passages it is kept."""
-        missing = [c.segment for c in plan.chunks if c.reason.is_missing]
+        missing = [c.segment for c in plan.chunks if c.reason.is_missing and c.span is None]
         self._kept.keep(request, missing, cache)
         return self._kept.keep(request, self._segments(request, passages), cache) if passages else 0
 

@@ -281,8 +281,8 @@ class Library:
         store = self._kv.store
         return {
             entry.id: any(
-                store.where(namespace, [key])
-                for namespace, key in self._kv.places_of(chunk.chunk_id, chunk.text)
+                store.where(namespace, keys).keys() >= {*keys}
+                for namespace, keys in self._kv.places_of(chunk.chunk_id, chunk.text).items()
             )
             for entry, chunk in corpus.entries.read(ids)
         }

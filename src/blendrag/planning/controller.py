@@ -48,6 +48,7 @@ NO_KV = Reason("no KV stored for this model and prefix; encoded after the answer
 CORRUPT = Reason("stored KV failed verification and was set aside; computed")
 NOT_ASKED = Reason("no KV stored here, and the remote is not asked at the moment", is_missing=True)
 NOT_LEADING = Reason("mode prefix reuses a chunk only directly after the corpus's prefix")
+NOT_ALONE = "as the first chunk of prompts it is not stored yet"
 PROMPT_END = Reason("the prompt ends in the chunk, and its last tokens are always computed")
 NOT_WHOLE = Reason("a part of a chunk, whose running states are stored only for all of it")
 EXACT_PREFIX = Reason("exact prefix match")
@@ -119,7 +120,8 @@ class Controller:
             plan = replace(plan, leading_span=span)
             wanted = self._wanted(prompt, mode, avoid, last, span.end if span else 0)
             readers = self._open_all(prompt, wanted)
-            if mode != "prefix":  # kept KV is not exact
+            if mode != "prefix":  # none of these is exact
+                readers |= self._open_all(prompt, self._by_recipe(prompt, avoid, wanted, readers))
                 readers |= self._open_all(prompt, self._kept(prompt, avoid, wanted, readers))
             if encode is not None:
                 stored = self._encoded(prompt, wanted.keys() - readers.keys(), encode)
@@ -196,12 +198,17 @@ class Controller:
         )
 
     def _place(self, segment: Segment, prompt: SegmentedPrompt) -> tuple[str, str]:
-        """Namespace and key of the KV that a chunk has at its place: no other precedes the first one, so the
-        model alone has encoded that."""
-        namespace, ids = self._within(segment.scope), segment.stored_ids
-        if segment.position == prompt.chunks[0].position:
+        """Namespace and key of the KV that fits a chunk's place best: that of the model alone for the first
+        chunk, which no other precedes, and where that is exact."""
+        if segment.position == prompt.chunks[0].position or self._is_exact(segment, prompt):
+            namespace, ids = self._within(segment.scope), segment.stored_ids
             return namespace, exact_key(namespace, self.prefix_ids, ids, self.chunks_are_exact)
-        return namespace, chunk_key(namespace, self.prefix_ids, ids)
+        return self._place_by_recipe(segment)
+
+    def _place_by_recipe(self, segment: Segment) -> tuple[str, str]:
+        """Namespace and key of the KV by which a chunk is stored for all places."""
+        namespace = self._within(segment.scope)
+        return namespace, chunk_key(namespace, self.prefix_ids, segment.stored_ids)
 
     def _within(self, scope: str | None) -> str:
         return kv_namespace(self.namespace, scope, self.is_long)
@@ -264,6 +271,24 @@ class Controller:
                 )
         return {at: each for at, each in wanted.items() if last and each.key not in avoid}
 
+    def _by_recipe(
+        self,
+        prompt: SegmentedPrompt,
+        avoid: frozenset[str],
+        wanted: Mapping[int, WantedKV],
+        found: Mapping[int, KVReader],
+    ) -> dict[int, WantedKV]:
+        """In place of KV of the model alone that was not ``found``."""
+        if self.chunks_are_exact:
+            return {}
+        left = (s for s in prompt.chunks if s.position in wanted and s.position not in found)
+        places = {s.position: WantedKV(*self._place_by_recipe(s), len(s.stored_ids)) for s in left}
+        return {
+            at: each
+            for at, each in places.items()
+            if each.key != wanted[at].key and each.key not in avoid
+        }
+
     def _kept(
         self,
         prompt: SegmentedPrompt,
@@ -317,12 +342,16 @@ class Controller:
                 return PlannedChunk(segment, NOT_ASKED)
             is_corrupt = self._place(segment, prompt)[1] in avoid
             return PlannedChunk(segment, CORRUPT if is_corrupt else NO_KV)
-        is_own = self.kept is None or reader.key == self._place(segment, prompt)[1]
+        is_best = reader.key == self._place(segment, prompt)[1]
         held = segment.position + reader.tokens - segment.first
-        end, exact = min(segment.end, last, held), is_own and self._is_exact(segment, prompt)
+        end, exact = min(segment.end, last, held), is_best and self._is_exact(segment, prompt)
         stored_position = len(self.prefix_ids) + segment.first
         span = LoadedSpan(segment.position, end, reader, stored_position, exact, segment.first)
-        return PlannedChunk(segment, _why_loaded(segment, span, is_own), span)
+        is_kept = not is_best and reader.key != self._place_by_recipe(segment)[1]
+        why = _why_loaded(segment, span, not is_kept)
+        if not (is_best or is_kept):
+            why = Reason(f"{why.text}; {NOT_ALONE}", is_missing=True)
+        return PlannedChunk(segment, why, span)
 
     def _without_slow_remote(self, plan: Plan) -> Plan:
         """``plan`` without what is read from the remote, unless that saves time, going by the first bytes."""

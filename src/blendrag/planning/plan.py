@@ -20,7 +20,7 @@ class Reason(NamedTuple):
     text: str
     """For people."""
     is_missing: bool = False
-    """Whether the store has no KV of the chunk."""
+    """Whether the store lacks KV of the chunk."""
     is_leading: bool = False
     """Whether the chunk is part of the leading span."""
 
