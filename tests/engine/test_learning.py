@@ -31,8 +31,9 @@ def allow(monkeypatch, engine, size_bytes):
 
 
 @pytest.fixture
-def engine(tmp_path):
-    with tiny.engine(tiny.shared_llama(), tmp_path / "kv", learn=True) as made:
+def engine(tmp_path, request):
+    options = getattr(request, "param", {})
+    with tiny.engine(tiny.shared_llama(), tmp_path / "kv", learn=True, **options) as made:
         yield made
 
 
@@ -333,6 +334,7 @@ def test_they_do_not_bind_the_settings_of_a_corpus(engine):
         assert reused(other.generate(engine_prompt)) > 0.8
 
 
+@pytest.mark.parametrize("engine", [{}, {"encode_after": 1}], indirect=True)
 def test_their_kv_is_bounded_and_the_least_recently_used_are_forgotten(engine, monkeypatch):
     for order in ((0, 1), (1, 0), (0, 2), (0, 2, 3)):  # 1 is used longest ago
         engine.generate(prompt(*order, question=f"Where is {order}?"))
@@ -343,6 +345,7 @@ def test_their_kv_is_bounded_and_the_least_recently_used_are_forgotten(engine, m
         [engine.kv_namespace.model.text_ids(TEXTS[n]) for n in (0, 1, 2)],
     )
     size_bytes = sum(stored_chunk_bytes(layout, len(each)) for each in ids)
+    size_bytes *= engine.kv_namespace.recipe.variants
     allow(monkeypatch, engine, int(1.2 * size_bytes))
     engine.generate(prompt(0, 3, 2))
     engine.drain()

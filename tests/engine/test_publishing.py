@@ -20,6 +20,7 @@ from blendrag.corpus.shared.collection import collect_remote
 from blendrag.engine import Filter, publishing
 from blendrag.engine.publishing import Follower
 from blendrag.errors import CorpusError, InvalidInputError, StoreUnavailableError
+from blendrag.planning.controller import NOT_ALONE
 from blendrag.store import writer_files
 from blendrag.store.remote import claims
 from store.s3 import Process, environment
@@ -265,8 +266,9 @@ def test_a_follower_that_was_killed_when_it_made_its_corpus_follows(machine, buc
         assert publishing.follow(tmp_path / "two", one.settings).added == 1
 
 
-def test_kv_of_a_removed_document_is_collected(machine, bucket):
-    with machine("one") as one, machine("two") as two:
+@pytest.mark.parametrize("recipe", [{}, {"encode_after": 1}])
+def test_kv_of_a_removed_document_is_collected(machine, bucket, recipe):
+    with machine("one", **recipe) as one, machine("two") as two:
         one.ingest([tiny.document(0), tiny.document(1)])
         one.publish()
         one.remove([tiny.document(0).source])
@@ -277,7 +279,9 @@ def test_kv_of_a_removed_document_is_collected(machine, bucket):
         assert collected.removed > 0
         assert len(list(bucket.rglob("*.kv"))) == done.named == collected.left
         two.follow()
-        assert tiers(ask(two, 1)) == {"remote"}
+        answer = ask(two, 1)
+        assert tiers(answer) == {"remote"}
+        assert NOT_ALONE not in answer.metrics.chunks[0].reason
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from blendrag.engine import BlendEngine
+from blendrag.text.readers import Document
 from blendrag_ray.chunk_keys import ChunkKeys
 
 
@@ -36,6 +37,18 @@ def test_keys_are_those_of_the_store(keys: ChunkKeys, store: Path, texts: list[s
     assert len(known) == 2
     assert set(known) < set(stored)  # the probe entry is stored, too
     assert all(tokens > 10 for tokens in known.values())
+
+
+def test_the_first_chunk_of_a_request_has_the_key_of_its_own_kv(tmp_path: Path):
+    texts = [f"The mill number {n} was built near the river by a company. " * 3 for n in range(2)]
+    documents = [Document(f"{n}.txt", text, "") for n, text in enumerate(texts)]
+    with BlendEngine("demo", tmp_path / "kv", encode_after=1) as engine:
+        engine.ingest(documents).whole()
+        kept = [
+            engine.kv_namespace.keys_of(engine.manifest.namespace, text.strip()) for text in texts
+        ]
+        known = ChunkKeys(engine).of(json.dumps({"prompt": "\n\n".join(texts)}).encode())
+    assert [*known] == [kept[0][1], kept[1][0]]
 
 
 def test_chunks_are_found_in_every_field_that_holds_text(keys: ChunkKeys, texts: list[str]):
