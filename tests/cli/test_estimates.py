@@ -140,9 +140,10 @@ def seconds_of(duration: str) -> float:
     return 60 * float(minutes or 0) + float(seconds)
 
 
-def test_ingest_says_what_it_will_take_on_disk_if_that_is_much(ingest, monkeypatch):
+@pytest.mark.parametrize("more", [(), ("--encode-after", "1")])
+def test_ingest_says_what_it_will_take_on_disk_if_that_is_much(ingest, monkeypatch, more):
     monkeypatch.setattr(ingesting, "ANNOUNCED_BYTES", 10_000)
-    told = invoke(*ingest)
+    told = invoke(*ingest, *more)
     (said,) = [line for line in told.stderr.splitlines() if line.startswith("note: the KV to be ")]
     assert " per token; the disk has " in said
     size = re.search(r"takes about ([\d.]+) KiB", said)
