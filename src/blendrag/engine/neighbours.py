@@ -2,7 +2,7 @@
 
 Chunks that are retrieved together resemble each other, so that a chunk's KV has then seen text like that
 which precedes it in prompts (FusionRAG, arXiv 2601.12904). Copies are left out: behind one, a chunk is the
-repetition of what was read, which it is in no prompt.
+repetition of what was read, which it is in few prompts.
 """
 
 from __future__ import annotations
