@@ -18,6 +18,7 @@ from blendrag.errors import InvalidInputError
 from blendrag.text.chunking import Chunk
 
 T = TypeVar("T")
+#: Whether a text is a copy of the one that it was made for.
 IsCopy = Callable[[str], bool]
 #: Characters of the stretches that texts are compared by, and the share of those of the shorter text that
 #: makes one a copy of the other, such as another version of a document, or a chunk that overlaps.

@@ -121,8 +121,9 @@ class Controller:
             wanted = self._wanted(prompt, mode, avoid, last, span.end if span else 0)
             readers = self._open_all(prompt, wanted)
             if mode != "prefix":  # none of these is exact
-                readers |= self._open_all(prompt, self._by_recipe(prompt, avoid, wanted, readers))
-                readers |= self._open_all(prompt, self._kept(prompt, avoid, wanted, readers))
+                for other in (self._by_recipe, self._left):
+                    instead = self._instead(prompt, avoid, wanted, readers, other)
+                    readers |= self._open_all(prompt, instead)
             if encode is not None:
                 stored = self._encoded(prompt, wanted.keys() - readers.keys(), encode)
                 readers |= self._open_all(prompt, {at: wanted[at] for at in stored})
@@ -271,37 +272,32 @@ class Controller:
                 )
         return {at: each for at, each in wanted.items() if last and each.key not in avoid}
 
-    def _by_recipe(
+    def _instead(
         self,
         prompt: SegmentedPrompt,
         avoid: frozenset[str],
         wanted: Mapping[int, WantedKV],
         found: Mapping[int, KVReader],
+        other: Callable[[Segment], WantedKV | None],
     ) -> dict[int, WantedKV]:
-        """In place of KV of the model alone that was not ``found``."""
-        if self.chunks_are_exact:
-            return {}
+        """The ``other`` KV of chunks whose ``wanted`` KV was not ``found``."""
         left = (s for s in prompt.chunks if s.position in wanted and s.position not in found)
-        places = {s.position: WantedKV(*self._place_by_recipe(s), len(s.stored_ids)) for s in left}
+        asked = ((s.position, other(s)) for s in left)
         return {
             at: each
-            for at, each in places.items()
-            if each.key != wanted[at].key and each.key not in avoid
+            for at, each in asked
+            if each is not None and each.key not in (*avoid, wanted[at].key)
         }
 
-    def _kept(
-        self,
-        prompt: SegmentedPrompt,
-        avoid: frozenset[str],
-        wanted: Mapping[int, WantedKV],
-        found: Mapping[int, KVReader],
-    ) -> dict[int, WantedKV]:
-        """What earlier prefills may have left of the chunks that were not ``found``."""
-        if self.kept is None or self.is_long:
-            return {}
-        left = (s for s in prompt.chunks if s.position in wanted and s.position not in found)
-        asked = ((s.position, self.kept(s)) for s in left)
-        return {at: each for at, each in asked if each is not None and each.key not in avoid}
+    def _by_recipe(self, segment: Segment) -> WantedKV | None:
+        """KV of the recipe, where there is other KV of the model alone."""
+        if self.chunks_are_exact:
+            return None
+        return WantedKV(*self._place_by_recipe(segment), len(segment.stored_ids))
+
+    def _left(self, segment: Segment) -> WantedKV | None:
+        """What earlier prefills may have left of a chunk."""
+        return None if self.kept is None or self.is_long else self.kept(segment)
 
     def _open_all(
         self, prompt: SegmentedPrompt, wanted: Mapping[int, WantedKV]
